@@ -1,0 +1,186 @@
+"""Every setting of the service: typed, validated, documented, in one place.
+
+``deploy/config.yaml`` holds these under ``applications[].args``. Unknown keys are refused with the nearest right name,
+because Ray Serve's own schema swallows them silently.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
+
+
+def _no_boolean_strings(value: Any) -> Any:
+    """Refuse "true", "off", "1" and 1 where a boolean is meant: a quoted switch in YAML must not silently count."""
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"expected true or false without quotes, got {value!r}")
+    return value
+
+
+Switch = Annotated[StrictBool, BeforeValidator(_no_boolean_strings)]
+OptionalSwitch = Annotated[StrictBool | None, BeforeValidator(_no_boolean_strings)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, and an unknown key is an error that names the nearest right one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_right_key(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        known = list(cls.model_fields)
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
+                raise ValueError(f"unknown key {key!r}: {hint}")
+        return values
+
+
+class ModelConfig(Section):
+    """Which VAE is served.
+
+    Attributes:
+        name: the name that requests and ``/v1/models`` use.
+        source: ``builtin:demo``, a hub id, a local diffusers folder, or a single ``.safetensors`` file.
+        subfolder: folder inside the source that holds the VAE (``vae`` in a whole pipeline); None for the source itself.
+        dtype: dtype of weights and arithmetic; ``auto`` is bfloat16 on CUDA and float32 on the CPU.
+        class_name: diffusers class, only for a single file whose class cannot be told from its keys.
+        revision: hub revision.
+    """
+
+    name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")
+    source: str = Field(min_length=1)
+    subfolder: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    class_name: str | None = None
+    revision: str | None = None
+
+
+class GroupConfig(Section):
+    """The ranks that decode together.
+
+    Attributes:
+        ranks: number of ranks, one process and one device each.
+        device: ``cuda`` (NCCL) or ``cpu`` (gloo).
+        threads: torch threads of one rank on the CPU; None divides the machine's cores.
+        cpus_per_rank: logical CPUs that Ray reserves for a rank; None is 1 on CUDA and 0.25 on the CPU (a reservation
+            for scheduling, not a limit).
+        placement: Ray placement strategy of the group; STRICT_PACK keeps it on one node.
+        collective_timeout_s: how long a rank waits inside a collective before it gives up.
+        start_timeout_s: how long loading and joining may take.
+        max_rebuilds: rebuilds within ten minutes after which the replica reports itself unhealthy.
+    """
+
+    ranks: int = Field(default=1, ge=1, le=64)
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: int | None = Field(default=None, ge=1)
+    cpus_per_rank: float | None = Field(default=None, ge=0)
+    placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
+    collective_timeout_s: float = Field(default=60.0, gt=0)
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    max_rebuilds: int = Field(default=3, ge=0)
+
+    def reserved_cpus(self) -> float:
+        """Logical CPUs per rank, with the default filled in."""
+        if self.cpus_per_rank is not None:
+            return self.cpus_per_rank
+        return 1.0 if self.device == "cuda" else 0.25
+
+
+class TileConfig(Section):
+    """Tile geometry in pixels, for families whose tiles are free (not MiniMax-H3)."""
+
+    size_px: int = Field(default=256, ge=16)
+    stride_px: int = Field(default=192, ge=8)
+
+    @model_validator(mode="after")
+    def _stride_within_tile(self) -> TileConfig:
+        if self.stride_px > self.size_px:
+            raise ValueError(f"tile stride_px ({self.stride_px}) must not exceed size_px ({self.size_px}): tiles would leave gaps")
+        return self
+
+
+class PolicyConfig(Section):
+    """How requests are planned.
+
+    Attributes:
+        mode: mode of requests that ask for ``auto``; ``auto`` itself lets the planner choose.
+        direct_max_pixels: a frame of at most so many pixels (height x width) is decoded by one rank.
+        strict: default of the request's ``strict``.
+        chunk: latent frames per decoder pass after the first, for causal families.
+        collect: default of the request's ``collect``.
+        tile: tile geometry; None takes the family's own.
+    """
+
+    mode: Literal["auto", "direct", "batch", "tile", "spatial_shard_height", "spatial_shard_width"] = "auto"
+    direct_max_pixels: int = Field(default=512 * 512, ge=0)
+    strict: Switch = False
+    chunk: int = Field(default=1, ge=1)
+    collect: Literal["shards", "rank0", "broadcast"] = "shards"
+    tile: TileConfig | None = None
+
+
+class CompileConfig(Section):
+    """``torch.compile`` of the decoder. ``enabled`` None means on for CUDA and off for the CPU."""
+
+    enabled: OptionalSwitch = None
+
+
+class WarmupConfig(Section):
+    """Latent shapes decoded in the constructor, through the ordinary path, before the service reports ready."""
+
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+    @model_validator(mode="after")
+    def _shapes_are_latent_shapes(self) -> WarmupConfig:
+        for shape in self.shapes:
+            if len(shape) not in (4, 5) or min(shape) < 1:
+                raise ValueError(f"a warm-up shape is (B,C,H,W) or (B,C,T,H,W) with positive extents, got {list(shape)}")
+            if len(shape) == 5 and shape[2] == 1:
+                # One latent frame never reaches the graph of the later frames, so it would leave half the path cold.
+                # Families of single images are the exception; the engine lets those through.
+                continue
+        return self
+
+
+class LimitsConfig(Section):
+    """What a request may ask for.
+
+    Attributes:
+        max_body_bytes: size of a request body.
+        max_output_pixels: batch x frames x height x width of the decoded picture.
+        max_queued: requests that wait or run; more are answered 503.
+        default_deadline_s: deadline of requests that name none.
+    """
+
+    max_body_bytes: int = Field(default=256 << 20, ge=1024)
+    max_output_pixels: int = Field(default=512 * 1024 * 1024, ge=1)
+    max_queued: int = Field(default=64, ge=1)
+    default_deadline_s: float = Field(default=300.0, gt=0)
+
+
+class ServiceConfig(Section):
+    """The ``args`` of one application."""
+
+    model: ModelConfig
+    group: GroupConfig = GroupConfig()
+    policy: PolicyConfig = PolicyConfig()
+    compile: CompileConfig = CompileConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+    def compile_enabled(self) -> bool:
+        """Whether to compile, with the default filled in."""
+        return self.group.device == "cuda" if self.compile.enabled is None else self.compile.enabled
+
+    def torch_dtype_name(self) -> str:
+        """The dtype of weights and arithmetic, with ``auto`` filled in."""
+        if self.model.dtype != "auto":
+            return self.model.dtype
+        return "bfloat16" if self.group.device == "cuda" else "float32"

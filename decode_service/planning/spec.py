@@ -1,0 +1,112 @@
+"""What planning must know of a model: plain numbers and names, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from decode_service.planning.temporal import FrameRule
+from decode_service.planning.tiles import TileGrid, overlap_axis, stride_axis
+
+
+@dataclass(frozen=True, slots=True)
+class StrideTiles:
+    """Tiles of a fixed size and stride, in pixels (diffusers: ``tile_sample_min_*`` and ``tile_sample_stride_*``)."""
+
+    size_px: int = 256
+    stride_px: int = 192
+
+    def grid(self, height: int, width: int, spatial_ratio: int, decoder_ratio: int) -> TileGrid:
+        """Tiles of a latent frame of ``height`` x ``width`` cells.
+
+        Args:
+            spatial_ratio: final pixels per latent cell.
+            decoder_ratio: pixels per latent cell in the space where tiles are blended (before unpatchifying).
+        """
+        tile = self.size_px // spatial_ratio
+        if height <= tile and width <= tile:
+            # diffusers decodes a frame that fits in one tile whole, without cutting it at the stride.
+            rows = stride_axis(height, max(tile, height), max(tile, height), decoder_ratio)
+            columns = stride_axis(width, max(tile, width), max(tile, width), decoder_ratio)
+        else:
+            stride = self.stride_px // spatial_ratio
+            rows = stride_axis(height, tile, stride, decoder_ratio)
+            columns = stride_axis(width, tile, stride, decoder_ratio)
+        return TileGrid(rows, columns, sequential=True)
+
+    def problem(self, spatial_ratio: int) -> str | None:
+        """Why this geometry cannot tile a model with ``spatial_ratio`` pixels per latent cell, or None."""
+        if self.size_px % spatial_ratio or self.stride_px % spatial_ratio:
+            return (
+                f"tile size {self.size_px} and stride {self.stride_px} px must be multiples of the model's "
+                f"{spatial_ratio} pixels per latent cell"
+            )
+        if not spatial_ratio <= self.stride_px <= self.size_px:
+            return f"the stride ({self.stride_px} px) must be at least {spatial_ratio} px and at most the tile ({self.size_px} px)"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapTiles:
+    """Full tiles with at least ``min_overlap_px`` pixels of overlap; part of the model's contract, so not adjustable."""
+
+    size_px: int = 256
+    min_overlap_px: int = 64
+
+    def grid(self, height: int, width: int, spatial_ratio: int, decoder_ratio: int) -> TileGrid:
+        """Tiles of a latent frame of ``height`` x ``width`` cells; see ``StrideTiles.grid``."""
+        tile = self.size_px // spatial_ratio
+        overlap = self.min_overlap_px // spatial_ratio
+        return TileGrid(
+            overlap_axis(height, tile, overlap, decoder_ratio),
+            overlap_axis(width, tile, overlap, decoder_ratio),
+            sequential=False,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One loaded model as the planner, the validator and the reply headers see it.
+
+    Attributes:
+        name: the name that requests use.
+        family: family name, for example ``wan-2.1``.
+        class_name: diffusers class, for example ``AutoencoderKLWan``.
+        latent_channels: channels of the latents.
+        output_channels: channels of the pixels (3, or 4 with alpha).
+        spatial_ratio: pixels per latent cell, along both axes.
+        decoder_ratio: the same in the space where tiles are blended (smaller where the output is patchified).
+        frame_rule: latent frames to pixel frames; None for families without a time axis.
+        accepts_images: whether 4-D latents (B,C,H,W) are taken, as one frame each.
+        exact_axes: axes that can be sharded exactly: a subset of ``("height", "width")``.
+        no_exact_axes_reason: why not, where ``exact_axes`` is empty.
+        tile_only: the model's own contract asks for tiles; ``auto`` means tile.
+        tiles: tile geometry.
+        chunked: whether the temporal chunk length is free (causal decoders).
+    """
+
+    name: str
+    family: str
+    class_name: str
+    latent_channels: int
+    output_channels: int
+    spatial_ratio: int
+    decoder_ratio: int
+    frame_rule: FrameRule | None
+    accepts_images: bool
+    exact_axes: tuple[str, ...]
+    tiles: StrideTiles | OverlapTiles
+    no_exact_axes_reason: str = ""
+    tile_only: bool = False
+    chunked: bool = True
+    default_chunk: int = field(default=1)
+
+    def latent_ndims(self) -> tuple[int, ...]:
+        """Numbers of dimensions that latents may have."""
+        if self.frame_rule is None:
+            return (4,)
+        return (4, 5) if self.accepts_images else (5,)
+
+    def output_extents(self, latent_shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Pixel frames, height and width of the picture decoded from latents of ``latent_shape``."""
+        frames = self.frame_rule.frames(latent_shape[2]) if len(latent_shape) == 5 and self.frame_rule else 1
+        return frames, latent_shape[-2] * self.spatial_ratio, latent_shape[-1] * self.spatial_ratio

@@ -1,0 +1,132 @@
+"""The frame rule of a family: how many pixel frames come from how many latent frames, and how they are grouped."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class FrameRule(Protocol):
+    """Latent frames to pixel frames."""
+
+    def frames(self, latent_frames: int) -> int:
+        """Pixel frames decoded from ``latent_frames`` latent frames."""
+        ...
+
+    def problem(self, latent_frames: int) -> str | None:
+        """Why ``latent_frames`` is not a length the decoder takes, or None if it is."""
+        ...
+
+    def describe(self) -> str:
+        """One line for people, for example ``1 + 4 * (T - 1)``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CausalFrames:
+    """Causal decoders: the first latent frame gives one pixel frame, every later one gives ``ratio``."""
+
+    ratio: int
+
+    def frames(self, latent_frames: int) -> int:
+        return 1 + self.ratio * (latent_frames - 1)
+
+    def problem(self, latent_frames: int) -> str | None:
+        return None if latent_frames >= 1 else "at least one latent frame is needed"
+
+    def describe(self) -> str:
+        return f"1 + {self.ratio} * (T - 1)"
+
+    def chunks(self, latent_frames: int, chunk: int) -> tuple[tuple[int, int], ...]:
+        """``(start, stop)`` of every decoder pass: the first frame alone, then ``chunk`` latent frames at a time.
+
+        The first frame is always alone because its pass differs (no temporal upsampling); after it any grouping gives
+        the same pixels.
+        """
+        return ((0, 1), *((t, min(t + chunk, latent_frames)) for t in range(1, latent_frames, chunk)))
+
+
+@dataclass(frozen=True, slots=True)
+class ClipFrames:
+    """MiniMax-H3: latents come in clips whose tails were dropped by the encoder, so decoded clips overlap.
+
+    The rule is that of ``AutoencoderKLMiniMaxH3._decode`` in diffusers 0.42.
+
+    Attributes:
+        clip_length: pixel frames of one encoder clip.
+        token_drop: latent frames that the encoder drops at the end.
+        ratio: pixel frames per latent frame.
+    """
+
+    clip_length: int
+    token_drop: int
+    ratio: int
+
+    @property
+    def tokens_per_clip(self) -> int:
+        return math.ceil(self.clip_length / self.ratio)
+
+    @property
+    def token_overlap(self) -> int:
+        """Latent frames that a clip borrows from the next one."""
+        return (-self.token_drop) % self.tokens_per_clip
+
+    @property
+    def frame_pre_padding(self) -> int:
+        """Pixel frames at the head of each part that only exist because clip_length is not a multiple of ratio."""
+        return (-self.clip_length) % self.ratio
+
+    @property
+    def frame_overlap(self) -> int:
+        """Pixel frames over which consecutive clips are cross-faded."""
+        return max(self.token_overlap * self.ratio - self.frame_pre_padding, 0)
+
+    def pad_tokens(self, latent_frames: int) -> int:
+        """Latent frames by which the clip is extended (repeating the last) to a whole number of clips."""
+        return (-(latent_frames + self.token_drop)) % self.tokens_per_clip
+
+    def clip_count(self, latent_frames: int) -> int:
+        padded = latent_frames + self.token_drop + self.pad_tokens(latent_frames)
+        return padded // self.tokens_per_clip - int(self.token_drop > 0)
+
+    def clip_span(self, index: int, latent_frames: int) -> tuple[int, int]:
+        """``(start, stop)`` in padded latent frames of clip ``index``."""
+        start = index * self.tokens_per_clip
+        stop = start + self.tokens_per_clip + self.token_overlap
+        return start, min(stop, latent_frames + self.pad_tokens(latent_frames))
+
+    def trimmed_frames(self, latent_frames: int) -> int:
+        """Pixel frames that only the padding produced and that are cut off at the end."""
+        tail = self.clip_length % self.ratio
+        return sum(
+            tail if tail and (latent_frames + k) % self.tokens_per_clip == 0 else self.ratio
+            for k in range(self.pad_tokens(latent_frames))
+        )
+
+    def frames(self, latent_frames: int) -> int:
+        part = self.tokens_per_clip * self.ratio
+        total = 0
+        last_overlap = 0
+        for index in range(self.clip_count(latent_frames)):
+            start, stop = self.clip_span(index, latent_frames)
+            decoded = (stop - start) * self.ratio
+            total += max(min(decoded, part) - self.frame_pre_padding, 0)
+            last_overlap = max(min(decoded - part, part) - self.frame_pre_padding, 0) if self.token_drop else 0
+        return total + last_overlap - self.trimmed_frames(latent_frames)
+
+    def problem(self, latent_frames: int) -> str | None:
+        if latent_frames < 1:
+            return "at least one latent frame is needed"
+        if self.clip_count(latent_frames) < 1 or self.frames(latent_frames) < 1:
+            return (
+                f"{latent_frames} latent frames are less than one clip; "
+                f"whole clips have {self.tokens_per_clip} * n + {self.token_overlap} latent frames"
+            )
+        return None
+
+    def describe(self) -> str:
+        return (
+            f"{self.clip_length} * n + {self.frame_overlap} frames from "
+            f"{self.tokens_per_clip} * n + {self.token_overlap} latent frames"
+        )
