@@ -1,0 +1,1 @@
+"""Client for a VAE decode service: latents in, pixels out."""
