@@ -74,8 +74,8 @@ def check_installed(name: str) -> None:
     wanted = file_format(name)
     if importlib.util.find_spec(wanted.module) is None:
         raise UnsupportedOutputError(
-            f"this server cannot write {name}: the Python package {wanted.package!r} is not installed on it. Install "
-            f"{wanted.package!r} there, or ask for output.format 'tensor'",
+            f"this server cannot write {name}: install {wanted.package!r} (or 'decode-service[media]') on it, or ask for "
+            "output.format 'tensor'",
             param="output.format",
         )
 

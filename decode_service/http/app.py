@@ -1,0 +1,106 @@
+"""The application: which routes there are, and the life of one request from body to reply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from decode_service import __version__
+from decode_service.engine.protocol import DecodeService
+from decode_service.errors import NotReadyError
+from decode_service.http import openapi
+from decode_service.http.bodies import read_json, read_msgpack
+from decode_service.http.disconnect import unless_disconnected
+from decode_service.http.errors import error_response, install_error_handlers
+from decode_service.http.replies import ChunkType, file_reply, tensor_reply
+from decode_service.http.request_id import RequestIdMiddleware, request_id_of
+from decode_service.http.requests import check_model, parse_decode, parse_plan
+from decode_service.http.stages import Stages
+
+
+def create_app(service: DecodeService, *, chunk_type: ChunkType = "bytes") -> FastAPI:
+    """The HTTP application that serves one model.
+
+    Args:
+        service: decodes, plans and describes; see ``DecodeService``.
+        chunk_type: what replies are streamed as. ``memoryview`` saves one copy of the pixels, but only where the server
+            takes the chunks in the same process: Ray Serve's default proxy pickles them, which a memoryview refuses.
+    """
+    if chunk_type not in ("bytes", "memoryview"):
+        raise ValueError(f"chunk_type must be 'bytes' or 'memoryview', got {chunk_type!r}")
+    app = FastAPI(
+        title="Decode service",
+        version=__version__,
+        summary="VAE decode as a service: latents in, pixels out.",
+        # A redirect would make clients send a large body twice, or drop it.
+        redirect_slashes=False,
+        responses=openapi.ERROR_RESPONSES,
+    )
+    install_error_handlers(app)
+    app.add_middleware(RequestIdMiddleware)
+
+    @app.post("/decode/", include_in_schema=False)
+    @app.post("/decode", openapi_extra=openapi.DECODE_REQUEST, responses=openapi.DECODE_RESPONSES)
+    async def decode(request: Request) -> Response:
+        """Decode latents. `output.format` decides what comes back: a msgpack map with the pixels, or a file."""
+        stages = Stages()
+        request_id = request_id_of(request.scope)
+        body = await read_msgpack(request, service.max_body_bytes)
+        stages.lap("recv")
+        job, output = await parse_decode(body, service, request_id, stages)
+        # Only the job keeps the body alive from here on.
+        del body
+        stages.lap("parse")
+        outcome = await unless_disconnected(request, service.decode(job))
+        stages.add(outcome.timings_ms)
+        stages.restart()
+        if output.format == "tensor":
+            return tensor_reply(outcome, service.spec.name, request_id, stages, chunk_type)
+        return await file_reply(outcome, output, service.spec.name, request_id, stages, chunk_type)
+
+    @app.post("/plan", openapi_extra=openapi.PLAN_REQUEST)
+    async def plan(request: Request) -> Response:
+        """How latents of a shape would be decoded, without decoding them."""
+        wanted = parse_plan(await read_json(request))
+        check_model(wanted.model, service)
+        made = service.plan(
+            wanted.shape, mode=wanted.mode, strict=wanted.strict, collect=wanted.collect, chunk=wanted.chunk
+        )
+        return JSONResponse({"plan": made.public()})
+
+    @app.get("/v1/models/", include_in_schema=False)
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The models that this application serves: one."""
+        return JSONResponse({"models": [service.describe()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """One model: VAE config, compression ratios, limits, modes and warm shapes. Names may contain slashes."""
+        check_model(name, service)
+        return JSONResponse(service.describe())
+
+    @app.get("/healthz")
+    async def healthz() -> Response:
+        """Whether the process lives: 200 from the start. See `/readyz` for whether it decodes."""
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/readyz")
+    async def readyz(request: Request) -> Response:
+        """Whether the model decodes now: 200, or 503 with `Retry-After` while it loads, warms up or recovers."""
+        readiness = service.readiness()
+        state: dict[str, Any] = {
+            "ready": readiness.ready,
+            "state": readiness.state,
+            "warnings": list(readiness.warnings),
+        }
+        if readiness.ready:
+            return JSONResponse(state)
+        reasons = "".join(f"; {warning}" for warning in readiness.warnings)
+        error = NotReadyError(f"{service.spec.name} is not ready: {readiness.state}{reasons}")
+        return error_response(error, request_id_of(request.scope), extra=state)
+
+    return app
