@@ -44,7 +44,7 @@ FORMATS: tuple[str, ...] = ("tensor", "png", "jpeg", "webp", "mp4")
 RANGES: tuple[str, ...] = ("unit", "model")
 
 #: Formats to which the optional output fields apply; anywhere else they are refused rather than ignored.
-FPS_FORMATS: tuple[str, ...] = ("webp", "mp4")
+FPS_FORMATS: tuple[str, ...] = ("mp4",)
 QUALITY_FORMATS: tuple[str, ...] = ("jpeg", "webp", "mp4")
 
 MSGPACK_CONTENT_TYPE = "application/msgpack"
@@ -200,7 +200,10 @@ class WireTensor:
         elif given.dtype.name in ("float32", "float16", "uint8"):
             name = given.dtype.name
         elif given.dtype.name == "uint16":
-            raise WireError('uint16 is accepted as the bits of bfloat16 only: say dtype="bfloat16"', param="dtype")
+            raise WireError(
+                'uint16 is accepted as the bits of bfloat16 only: WireTensor.from_array(bits, dtype="bfloat16")',
+                param="dtype",
+            )
         else:
             raise WireError(
                 f"dtype {given.dtype.name} cannot travel; use one of {', '.join(DTYPES)}, for example by "
@@ -223,7 +226,7 @@ class OutputSpec:
         format: ``tensor`` (a msgpack map), or a file: ``png``, ``jpeg``, ``webp``, ``mp4``.
         dtype: of a tensor: ``uint8`` ([B,H,W,C] or [B,F,H,W,C]) or a float dtype ([B,C,H,W] or [B,C,F,H,W]).
             Files hold 8-bit pixels, so they go with ``uint8`` alone.
-        fps: frames per second of ``mp4`` and ``webp``; None takes the server's default.
+        fps: frames per second of ``mp4``; None takes the server's default.
         quality: 1 (smallest) to 100 (best) of ``jpeg``, ``webp`` and ``mp4``; None takes the server's default.
         range: of a float tensor: ``unit`` for [-1, 1]; ``model`` for the values as the model's ``decode`` returns them.
 
