@@ -1,0 +1,63 @@
+# Everything that a person or CI does with this repository. Needs Python 3.11 or later with venv, and make.
+#
+#   make demo PYTHON=python3.12                       another interpreter
+#   make test ARGS="-k planner -x"                    more arguments for pytest (or for the demo, or for serve)
+#   make .venv PIP_ARGS="--extra-index-url URL"       where the CPU wheels of torch are, if not the default index
+
+PYTHON   ?= python3
+PIP_ARGS ?=
+ARGS     ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo serve test test-fast lint format clean
+
+help:
+	@echo "make demo       decode the sample latents on this machine's CPU and write pictures to demo-output/"
+	@echo "make serve      run the service in the foreground (deploy/config.yaml) until Ctrl-C"
+	@echo "make test       the whole test suite"
+	@echo "make test-fast  without the tests that start Ray or take long"
+	@echo "make lint       ruff, mypy and the import arrows"
+	@echo "make format     ruff, in place"
+	@echo "make clean      remove what these commands made, the virtual environment included"
+
+demo: $(STAMP)
+	@$(BIN)/python scripts/demo.py $(ARGS)
+
+serve: $(STAMP)
+	@$(BIN)/python scripts/local_service.py $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -m "not ray and not slow" $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) demo-output build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: .venv
+.venv: $(STAMP)
+
+# The stamp is written last, so that an interrupted installation is taken up again.
+$(STAMP): pyproject.toml constraints-cpu.txt clients/python/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or later is needed; say which: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+		|| { rm -rf $(VENV); echo "cannot make $(VENV): on Debian and Ubuntu install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints-cpu.txt -e clients/python -e ".[media,dev]"
+	@touch $@
