@@ -72,7 +72,10 @@ class GroupConfig(Section):
         cpus_per_rank: logical CPUs that Ray reserves for a rank; None is 1 on CUDA and 0.25 on the CPU (a reservation
             for scheduling, not a limit).
         placement: Ray placement strategy of the group; STRICT_PACK keeps it on one node.
-        collective_timeout_s: how long a rank waits inside a collective before it gives up.
+        collective_timeout_s: how long a rank waits inside a collective before it gives up, and how long a rank may not
+            answer a ping before it counts as frozen.
+        run_timeout_s: how long one decode may take; a group that takes longer is started anew.
+        abort_grace_s: how long the other ranks get to come back once one has failed, before they are killed.
         start_timeout_s: how long loading and joining may take.
         max_rebuilds: rebuilds within ten minutes after which the replica reports itself unhealthy.
     """
@@ -83,14 +86,38 @@ class GroupConfig(Section):
     cpus_per_rank: float | None = Field(default=None, ge=0)
     placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
     collective_timeout_s: float = Field(default=60.0, gt=0)
+    run_timeout_s: float = Field(default=600.0, gt=0)
+    abort_grace_s: float = Field(default=20.0, gt=0)
     start_timeout_s: float = Field(default=600.0, gt=0)
     max_rebuilds: int = Field(default=3, ge=0)
+
+    @model_validator(mode="after")
+    def _reserves_something(self) -> GroupConfig:
+        if self.device == "cpu" and self.cpus_per_rank == 0:
+            # Ray refuses an empty bundle, and it is the reservation that keeps a new rank from starting beside one that
+            # is still dying.
+            raise ValueError("cpus_per_rank must be positive where device is cpu, for example 0.25")
+        return self
 
     def reserved_cpus(self) -> float:
         """Logical CPUs per rank, with the default filled in."""
         if self.cpus_per_rank is not None:
             return self.cpus_per_rank
         return 1.0 if self.device == "cuda" else 0.25
+
+    def rank_resources(self) -> dict[str, float]:
+        """What Ray reserves for one rank; exactly the size of its bundle."""
+        resources = {"CPU": self.reserved_cpus()} if self.reserved_cpus() else {}
+        if self.device == "cuda":
+            resources["GPU"] = 1
+        return resources
+
+    def placement_bundles(self) -> list[dict[str, float]]:
+        """Bundles of the group's placement group: one a rank.
+
+        The replica itself sits in the first bundle and reserves nothing: it only coordinates.
+        """
+        return [self.rank_resources() for _ in range(self.ranks)]
 
 
 class TileConfig(Section):
@@ -102,7 +129,9 @@ class TileConfig(Section):
     @model_validator(mode="after")
     def _stride_within_tile(self) -> TileConfig:
         if self.stride_px > self.size_px:
-            raise ValueError(f"tile stride_px ({self.stride_px}) must not exceed size_px ({self.size_px}): tiles would leave gaps")
+            raise ValueError(
+                f"tile stride_px ({self.stride_px}) must not exceed size_px ({self.size_px}): tiles would leave gaps"
+            )
         return self
 
 
@@ -141,7 +170,9 @@ class WarmupConfig(Section):
     def _shapes_are_latent_shapes(self) -> WarmupConfig:
         for shape in self.shapes:
             if len(shape) not in (4, 5) or min(shape) < 1:
-                raise ValueError(f"a warm-up shape is (B,C,H,W) or (B,C,T,H,W) with positive extents, got {list(shape)}")
+                raise ValueError(
+                    f"a warm-up shape is (B,C,H,W) or (B,C,T,H,W) with positive extents, got {list(shape)}"
+                )
             if len(shape) == 5 and shape[2] == 1:
                 # One latent frame never reaches the graph of the later frames, so it would leave half the path cold.
                 # Families of single images are the exception; the engine lets those through.

@@ -1,13 +1,14 @@
 """The two seams of the engine: ``DecodeService``, which HTTP speaks to, and ``RankGroup``, which the engine speaks to.
 
-Neither Ray nor torch is imported here, so both sides can be tested with an implementation of their own.
+Neither Ray nor torch is imported here, so both sides can be tested with an implementation of their own, and the
+coordinator process of a replica never loads torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from decode_client.wire import WireTensor
@@ -93,6 +94,159 @@ class DecodeOutcome:
         for start in range(0, planes, planes_per_chunk):
             piece = np.concatenate([part[start : start + planes_per_chunk] for part in flat], axis=1)
             yield memoryview(piece.reshape(-1))
+
+
+RankErrorKind = Literal["compile", "out_of_memory", "died", "raised", "collective", "stalled"]
+
+RANK_ERROR_PRIORITY: tuple[RankErrorKind, ...] = (
+    "compile",
+    "out_of_memory",
+    "died",
+    "raised",
+    "stalled",
+    "collective",
+)
+"""Root causes first. When one rank fails, the others fail in their collectives ("connection closed by peer"), and these
+symptoms usually arrive before the cause."""
+
+
+class RankError(Exception):
+    """The ranks could not finish a task.
+
+    Attributes:
+        kind: the root cause: ``compile`` (``torch.compile`` failed), ``out_of_memory``, ``died`` (the process is gone),
+            ``raised`` (an exception outside collectives), ``stalled`` (no answer in time), or ``collective`` (only
+            collectives failed, for example a broken network).
+        rank: the rank at fault, as far as it can be told.
+        message: one line for logs.
+        lost: ranks that died or never came back from the task, whatever the root cause.
+    """
+
+    def __init__(self, kind: RankErrorKind, rank: int, message: str, *, lost: Sequence[int] = ()) -> None:
+        super().__init__(f"rank {rank} {kind}: {message}")
+        self.kind: RankErrorKind = kind
+        self.rank = rank
+        self.message = message
+        self.lost = tuple(lost)
+
+    @property
+    def needs_new_processes(self) -> bool:
+        """Whether the group can only be saved by starting its ranks anew; otherwise new communicators are enough."""
+        return bool(self.lost) or self.kind in ("died", "stalled")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """A failure as a rank reports it: a value, not an exception.
+
+    An exception would carry its traceback, and with it the frames that hold the failed attempt's tensors, and it might
+    not survive pickling.
+
+    Attributes:
+        kind: what it means for the group.
+        message: type and text of the exception.
+        trace: the traceback as text, for logs.
+    """
+
+    kind: RankErrorKind
+    message: str
+    trace: str
+
+    def error(self, rank: int) -> RankError:
+        return RankError(self.kind, rank, self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """What every rank of a run is told, besides the latents.
+
+    Attributes:
+        plan: how the request is decoded.
+        denormalize: whether the model's own statistics are applied first.
+        pixels: what the ranks return.
+        precision: dtype of the arithmetic where it differs from the model's own (``float32``), or None.
+        request_id: for logs.
+    """
+
+    plan: DecodePlan
+    denormalize: bool = False
+    pixels: PixelFormat = field(default_factory=PixelFormat)
+    precision: str | None = None
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankPixels:
+    """What one rank hands over after a run. The same as ``decoding.rank.RankPart``, in a module that needs no torch.
+
+    Attributes:
+        array: this rank's part of the picture, C-contiguous, in the asked dtype and layout; None if it holds nothing.
+        finite: whether all its values are finite.
+        digest: hex digest of the whole picture, with ``collect=broadcast``; otherwise empty.
+        timings_ms: the rank's own stages, and ``put`` for handing the latents to the ranks.
+        compiled: whether a compiled decoder ran.
+    """
+
+    array: np.ndarray | None
+    finite: bool
+    digest: str
+    timings_ms: Mapping[str, float]
+    compiled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """What the ranks say of the model once it is loaded: its spec, and a JSON-able description for ``/v1/models``."""
+
+    spec: ModelSpec
+    description: Mapping[str, Any]
+
+
+class RankGroup(Protocol):
+    """The ranks of one replica: a way to run a task on some or all of them, and to get them back after a failure.
+
+    The engine promises that ``recover``, ``set_compile`` and ``close`` never overlap a ``run``, and that overlapping runs
+    use disjoint ranks. A ``run`` must not be cancelled: ranks inside a collective can't be interrupted one by one.
+    """
+
+    @property
+    def size(self) -> int: ...
+
+    async def start(self) -> GroupInfo:
+        """Start the ranks, load the model on each and join them.
+
+        Raises:
+            RankError: if a rank fails or is not there in time.
+            ConfigError: if the configuration cannot work (no such model, not enough devices).
+        """
+        ...
+
+    async def run(self, task: RankTask, latents: WireTensor, ranks: Sequence[int]) -> list[RankPixels]:
+        """Carry out ``task`` on ``ranks`` and return what each hands over, in the order of ``ranks``.
+
+        With more than one rank, ``ranks`` are all of the group, since its communicator joins all.
+
+        Raises:
+            RankError: with the root cause. No rank works on the task any more, except with the kinds that need new
+                processes.
+        """
+        ...
+
+    async def recover(self, error: RankError) -> None:
+        """Make all ranks usable again: new communicators where the processes are sound, otherwise new processes.
+
+        Raises:
+            RankError: if that failed too.
+        """
+        ...
+
+    async def set_compile(self, enabled: bool, reason: str) -> None:
+        """Switch compilation on all ranks, also on those that are started later. Only switching off is supported."""
+        ...
+
+    async def close(self) -> None:
+        """End the ranks and release what they hold. Callable twice."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

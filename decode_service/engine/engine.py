@@ -1,0 +1,591 @@
+"""``DecodeEngine``: one model on one group of ranks, from a validated job to its pixels, whatever breaks on the way.
+
+It validates, plans, queues, runs, and decides what a failure means:
+
+- a failed compilation switches it off on all ranks for good, and the request is decoded eagerly;
+- a rank that raises costs new communicators and one retry, a rank that dies or stalls new processes and one retry;
+- out of memory costs one retry with a cheaper plan, and NaN out of finite latents one in float32.
+
+Groups that need new processes too often are given up, so that something above (Ray Serve) replaces the whole replica.
+
+No Ray and no torch here: the group does the work, behind ``RankGroup``. All methods belong to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from decode_client.wire import WireTensor
+
+from decode_service.config import ServiceConfig
+from decode_service.engine.protocol import (
+    DecodeJob,
+    DecodeOutcome,
+    RankError,
+    RankGroup,
+    RankPixels,
+    RankTask,
+    Readiness,
+)
+from decode_service.engine.scheduler import Scheduler
+from decode_service.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    DecodeServiceError,
+    GroupFailedError,
+    InvalidRequestError,
+    NonFiniteLatentsError,
+    NonFiniteOutputError,
+    NotReadyError,
+    OutOfMemoryError,
+    OutputTooLargeError,
+)
+from decode_service.planning.plan import DecodePlan, PixelFormat
+from decode_service.planning.planner import Policy, make_plan
+from decode_service.planning.spec import ModelSpec
+
+logger = logging.getLogger("decode_service.engine")
+
+REBUILD_WINDOW_S = 600.0
+
+SELF_TEST_TOLERANCE = {"float32": (1e-4, 1e-4), "bfloat16": (0.1, 0.05), "float16": (0.1, 0.05)}
+"""Largest accepted difference between a sharded and an undivided decode, by the dtype of the arithmetic: the maximum
+difference relative to the largest value, and the rms difference relative to the rms.
+
+In float32 the two differ by rounding only (below 1e-5). In half precision each differs from the exact answer by about
+2 % rms, while a wrong halo, mask or statistic is off by tens of per cent in the rows that it touches.
+"""
+
+_NUMPY_DTYPES = {"uint8": np.uint8, "float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """One successful run of one plan."""
+
+    plan: DecodePlan
+    parts: list[RankPixels]
+    timings_ms: dict[str, float]
+
+    @property
+    def finite(self) -> bool:
+        return all(part.finite for part in self.parts)
+
+
+class DecodeEngine:
+    """A ``DecodeService`` over a ``RankGroup``.
+
+    Args:
+        group: the ranks; the engine starts and closes them.
+        config: the settings of the application.
+    """
+
+    def __init__(self, group: RankGroup, config: ServiceConfig) -> None:
+        self._group = group
+        self._config = config
+        self._scheduler = Scheduler(group.size, max_jobs=config.limits.max_queued)
+        self._policy = Policy(
+            mode=config.policy.mode,
+            direct_max_pixels=config.policy.direct_max_pixels,
+            strict=config.policy.strict,
+            chunk=config.policy.chunk,
+            collect=config.policy.collect,
+        )
+        self._spec: ModelSpec | None = None
+        self._description: dict[str, Any] = {}
+        self._state = "starting"
+        self._warnings: list[str] = []
+        self._self_test: dict[str, str] = {}
+        self._warm_shapes: list[list[int]] = []
+        self._compile_off: str | None = None
+        self._unrecovered: list[tuple[RankError, bool]] = []
+        self._recovery: asyncio.Future[None] | None = None
+        self._rebuilds: deque[float] = deque()
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the group, test that sharding is exact on this machine, and warm up. Ready when it returns.
+
+        Raises:
+            ConfigError: if the configuration cannot work.
+            RankError, GroupFailedError: if the ranks cannot be started.
+        """
+        begun = time.monotonic()
+        info = await self._group.start()
+        self._spec = info.spec
+        self._description = dict(info.description)
+        self._refuse_useless_warmup()
+        loaded = time.monotonic()
+        self._state = "self_test"
+        await self._test_exact_axes()
+        tested = time.monotonic()
+        self._state = "warming"
+        await self._warm_up()
+        self._state = "ready"
+        logger.info(
+            "%s is ready on %d rank(s): start %.1f s, self-test %.1f s, warm-up %.1f s",
+            self.spec.name,
+            self._group.size,
+            loaded - begun,
+            tested - loaded,
+            time.monotonic() - tested,
+        )
+
+    async def close(self) -> None:
+        """End the ranks. Jobs that wait get ``NotReadyError``. Callable twice."""
+        if self._state != "closed":
+            self._state = "closed"
+            await self._scheduler.drain()
+        await self._group.close()
+
+    def healthy(self) -> bool:
+        """False once the group is given up: only a new replica can help then."""
+        return self._state not in ("failed", "closed")
+
+    # ---- DecodeService ---------------------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> ModelSpec:
+        if self._spec is None:
+            raise NotReadyError("the model is still loading")
+        return self._spec
+
+    @property
+    def max_body_bytes(self) -> int:
+        return self._config.limits.max_body_bytes
+
+    def readiness(self) -> Readiness:
+        return Readiness(self._state == "ready", self._state, tuple(self._warnings))
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that ``GET /v1/models/{name}`` shows."""
+        spec, config = self.spec, self._config
+        compiling = config.compile_enabled() and self._compile_off is None
+        return {
+            **self._description,
+            "name": spec.name,
+            "family": spec.family,
+            "class": spec.class_name,
+            "latent_channels": spec.latent_channels,
+            "output_channels": spec.output_channels,
+            "spatial_ratio": spec.spatial_ratio,
+            "frames": spec.frame_rule.describe() if spec.frame_rule else None,
+            "latent_ndims": list(spec.latent_ndims()),
+            "exact_axes": list(spec.exact_axes),
+            "no_exact_axes_reason": spec.no_exact_axes_reason,
+            "tile_only": spec.tile_only,
+            "group": {"ranks": self._group.size, "device": config.group.device, "dtype": config.torch_dtype_name()},
+            "policy": config.policy.model_dump(mode="json"),
+            "limits": config.limits.model_dump(mode="json"),
+            "compile": {"enabled": compiling, "off_because": self._compile_off},
+            "self_test": dict(self._self_test),
+            "warm_shapes": [list(shape) for shape in self._warm_shapes],
+            "state": self._state,
+            "warnings": list(self._warnings),
+            "queue": {"waiting": self._scheduler.waiting, "running": self._scheduler.running},
+        }
+
+    def plan(
+        self,
+        latent_shape: tuple[int, ...],
+        *,
+        mode: str = "auto",
+        strict: bool | None = None,
+        collect: str | None = None,
+        chunk: int | None = None,
+    ) -> DecodePlan:
+        """Validate the shape against the model and the limits, and plan it, without decoding; see ``DecodeService``."""
+        made = make_plan(
+            self.spec,
+            latent_shape,
+            group_size=self._group.size,
+            policy=self._policy,
+            mode=mode,
+            strict=strict,
+            collect=collect,
+            chunk=chunk,
+        )
+        limit = self._config.limits.max_output_pixels
+        pixels = latent_shape[0] * made.output_frames * made.output_height * made.output_width
+        if pixels > limit:
+            raise OutputTooLargeError(
+                f"{latent_shape[0]} x {made.output_frames} frames of {made.output_height} x {made.output_width} are "
+                f"{pixels} pixels; the limit is {limit} (limits.max_output_pixels)",
+                param="latents.shape",
+            )
+        return made
+
+    async def decode(self, job: DecodeJob) -> DecodeOutcome:
+        """Validate, plan, queue and decode; see ``DecodeService``."""
+        begun = time.monotonic()
+        self._refuse_unless_serving()
+        if job.pixels.dtype not in _NUMPY_DTYPES:
+            raise InvalidRequestError(
+                f"pixels are one of {', '.join(_NUMPY_DTYPES)}, got {job.pixels.dtype!r}", param="output.dtype"
+            )
+        plan = self.plan(job.latents.shape, mode=job.mode, strict=job.strict, collect=job.collect, chunk=job.chunk)
+        if not await asyncio.to_thread(_all_finite, job.latents):
+            raise NonFiniteLatentsError("the latents hold NaN or Inf", param="latents.data")
+        wished_s = self._config.limits.default_deadline_s if job.deadline_s is None else job.deadline_s
+        strict = self._policy.strict if job.strict is None else job.strict
+        task = RankTask(plan, job.denormalize, job.pixels, None, job.request_id)
+        run = await self._run_to_the_end(
+            task,
+            job.latents,
+            deadline=begun + wished_s,
+            may_change_plan=not (strict and job.mode != "auto"),
+        )
+        timings = {**run.timings_ms, "total": (time.monotonic() - begun) * 1e3}
+        outcome = _outcome(run, job.pixels.dtype, timings)
+        logger.info(
+            "decoded %s to %s, %s on %d rank(s) in %.0f ms (queue %.0f, decode %.0f), request %s",
+            list(job.latents.shape),
+            list(outcome.shape),
+            run.plan.mode,
+            run.plan.ranks,
+            timings["total"],
+            timings["queue"],
+            timings["decode"],
+            job.request_id or "-",
+        )
+        return outcome
+
+    # ---- one request, whatever breaks ------------------------------------------------------------------------------
+
+    async def _run_to_the_end(
+        self, task: RankTask, latents: WireTensor, *, deadline: float | None, may_change_plan: bool
+    ) -> _Run:
+        """Run ``task``, with one retry for each kind of failure that a retry can help.
+
+        Raises:
+            DecodeServiceError: if it can't be decoded.
+        """
+        answered: set[str] = set()
+        while True:
+            error: RankError | None = None
+            try:
+                run = await self._run_once(task, latents, deadline=deadline, retry=bool(answered))
+            except RankError as raised:
+                error = raised
+            # Outside the except block, so that nothing of the failed attempt is held while the next one runs.
+            if error is None:
+                if run.finite:
+                    return run
+                task = self._in_float32(task, answered)
+                del run
+                continue
+            await self._recovered(deadline)
+            if error.kind == "out_of_memory":
+                task = self._with_cheaper_plan(task, error, answered, may_change_plan)
+                continue
+            # A failed compilation does not count as the one retry of a broken group: it can't happen twice.
+            answer = "compile" if error.kind == "compile" else "group"
+            if answer in answered:
+                raise GroupFailedError(f"the decode failed on its retry as well: {error}")
+            answered.add(answer)
+            logger.warning("decoding request %s again after: %s", task.request_id or "-", error)
+
+    async def _run_once(self, task: RankTask, latents: WireTensor, *, deadline: float | None, retry: bool) -> _Run:
+        submitted = time.monotonic()
+        gang = _needs_all_ranks(task.plan)
+
+        async def work(ranks: Sequence[int]) -> _Run:
+            if not self.healthy():
+                raise GroupFailedError("the group was given up; the replica is being replaced")
+            begun = time.monotonic()
+            try:
+                parts = await self._group.run(task, latents, ranks)
+            except RankError as error:
+                # Asked for here, while this job still holds its ranks, so that no other job starts in between.
+                self._ask_for_recovery(error, gang)
+                raise
+            put = max(part.timings_ms.get("put", 0.0) for part in parts)
+            decode = max(part.timings_ms.get("decode", 0.0) for part in parts)
+            wall = (time.monotonic() - begun) * 1e3
+            timings = {
+                "queue": (begun - submitted) * 1e3,
+                "put": put,
+                "decode": decode,
+                "collect": max(0.0, wall - put - decode),
+            }
+            return _Run(task.plan, parts, timings)
+
+        return await self._scheduler.run(work, gang=gang, deadline=deadline, retry=retry)
+
+    def _in_float32(self, task: RankTask, answered: set[str]) -> RankTask:
+        """The task for another try after NaN or Inf in the pixels.
+
+        Raises:
+            NonFiniteOutputError: if float32 was in use already.
+        """
+        if self._config.torch_dtype_name() == "float32" or "float32" in answered:
+            raise NonFiniteOutputError(
+                "finite latents decoded to NaN or Inf in float32; are they meant for this model?"
+            )
+        answered.add("float32")
+        logger.warning("NaN or Inf in the pixels of request %s: decoding it in float32", task.request_id or "-")
+        return dataclasses.replace(task, precision="float32")
+
+    def _with_cheaper_plan(
+        self, task: RankTask, error: RankError, answered: set[str], may_change_plan: bool
+    ) -> RankTask:
+        """The task with a plan that needs less memory on each rank.
+
+        Raises:
+            OutOfMemoryError: if there is none, or the caller does not allow another, or it was tried already.
+        """
+        plan = task.plan
+        cheaper = None if "memory" in answered or not may_change_plan else self._cheaper_plan(plan)
+        if cheaper is None:
+            raise OutOfMemoryError(
+                f"decoding {list(plan.latent_shape)} in {plan.mode} mode does not fit the memory of a rank: send fewer "
+                "items or frames, a smaller frame, or allow tile mode (strict: false)",
+                param="latents.shape",
+            )
+        answered.add("memory")
+        logger.warning(
+            "request %s ran out of memory in %s mode (%s): decoding it in %s mode",
+            task.request_id or "-",
+            plan.mode,
+            error.message,
+            cheaper.mode,
+        )
+        return dataclasses.replace(task, plan=cheaper)
+
+    def _cheaper_plan(self, plan: DecodePlan) -> DecodePlan | None:
+        longest_first = ("spatial_shard_height", "spatial_shard_width")
+        if plan.latent_shape[-1] >= plan.latent_shape[-2]:
+            longest_first = longest_first[::-1]
+        modes = {"direct": (*longest_first, "tile"), "batch": (*longest_first, "tile"), "tile": ()}.get(
+            plan.mode, ("tile",)
+        )
+        for mode in modes:
+            try:
+                made = self.plan(plan.latent_shape, mode=mode, strict=True, collect=plan.collect, chunk=1)
+            except DecodeServiceError:
+                continue
+            return dataclasses.replace(made, fallback=f"{plan.mode} ran out of memory", reason="needs less memory")
+        return None
+
+    # ---- recovery --------------------------------------------------------------------------------------------------
+
+    def _ask_for_recovery(self, error: RankError, gang: bool) -> None:
+        """Note what broke and take the next turn on all ranks to mend it, unless nothing has to be mended."""
+        if not (gang or error.needs_new_processes or error.kind == "compile"):
+            return
+        self._unrecovered.append((error, gang))
+        if self._recovery is None or self._recovery.done():
+            if self._state == "ready":
+                self._state = "rebuilding"
+            self._recovery = self._scheduler.exclusive(self._recover)
+
+    async def _recovered(self, deadline: float | None) -> None:
+        """Wait for a recovery that is under way.
+
+        Raises:
+            DeadlineExceededError: if the deadline passes first.
+            GroupFailedError: if the group was given up.
+        """
+        if self._recovery is not None and not self._recovery.done():
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            await asyncio.wait([self._recovery], timeout=timeout)
+            if not self._recovery.done():
+                raise DeadlineExceededError("the deadline passed while the group recovered", param="deadline_ms")
+        if not self.healthy():
+            raise GroupFailedError("the ranks could not be brought back; the replica is being replaced")
+
+    async def _recover(self) -> None:
+        """Mend everything that broke since the last time; runs alone on the group."""
+        broken, self._unrecovered = self._unrecovered, []
+        begun = time.monotonic()
+        try:
+            for broke, _ in broken:
+                if broke.kind == "compile" and self._compile_off is None:
+                    self._compile_off = broke.message
+                    logger.error("torch.compile failed and is off for good, on all ranks: %s", broke.message)
+                    self._warnings.append(f"compilation is off: {broke.message}")
+                    await self._group.set_compile(False, broke.message)
+        except RankError as failed:
+            broken.append((failed, True))
+        to_mend = [error for error, gang in broken if gang or error.needs_new_processes]
+        # New processes mend everything that new communicators would.
+        error: RankError | None = next(iter(sorted(to_mend, key=lambda e: not e.needs_new_processes)), None)
+        while error is not None:
+            if error.needs_new_processes and not self._may_rebuild():
+                self._give_up(error)
+                return
+            how = "starting the ranks anew" if error.needs_new_processes else "joining the ranks anew"
+            logger.warning("%s after: %s", how, error)
+            try:
+                await self._group.recover(error)
+            except RankError as failed:
+                # Whatever it was, processes that can't be joined are no use.
+                error = RankError("died", failed.rank, failed.message, lost=(failed.rank,))
+            except Exception as failed:
+                logger.exception("recovery failed")
+                error = RankError("died", error.rank, f"{type(failed).__name__}: {failed}", lost=(error.rank,))
+            else:
+                logger.info("the group is back after %.1f s", time.monotonic() - begun)
+                error = None
+        if self._state == "rebuilding":
+            self._state = "ready"
+
+    def _may_rebuild(self) -> bool:
+        """Count a start of new processes, unless there were too many of late."""
+        now = time.monotonic()
+        while self._rebuilds and now - self._rebuilds[0] > REBUILD_WINDOW_S:
+            self._rebuilds.popleft()
+        if len(self._rebuilds) >= self._config.group.max_rebuilds:
+            return False
+        self._rebuilds.append(now)
+        return True
+
+    def _give_up(self, error: RankError) -> None:
+        self._state = "failed"
+        limit = self._config.group.max_rebuilds
+        logger.error("giving the group up: more than %d rebuilds in %g s; last: %s", limit, REBUILD_WINDOW_S, error)
+        self._warnings.append(f"the group was given up: {error}")
+
+    def _refuse_unless_serving(self) -> None:
+        if self._state in ("starting", "self_test", "warming"):
+            raise NotReadyError(f"the model is not ready yet: {self._state}")
+        if not self.healthy():
+            raise NotReadyError(f"the model is not served any more: {self._state}", retry_after_s=10.0)
+
+    # ---- start-up --------------------------------------------------------------------------------------------------
+
+    def _refuse_useless_warmup(self) -> None:
+        """One latent frame never reaches the graph of the later ones, so it would leave most of a video's path cold."""
+        spec = self.spec
+        if spec.frame_rule is None or not spec.chunked or spec.accepts_images:
+            return
+        for shape in self._config.warmup.shapes:
+            if len(shape) == 5 and shape[2] < 2:
+                raise ConfigError(f"warm-up shape {list(shape)} of {spec.name} needs at least two latent frames")
+
+    async def _test_exact_axes(self) -> None:
+        """Compare sharded decodes of tiny random latents with an undivided one; drop the axes that differ."""
+        spec = self.spec
+        if self._group.size == 1 or not spec.exact_axes:
+            return
+        # Two more than a whole number of rows each, so that bands are uneven for every group of at least two.
+        extent = 2 * self._group.size + 1
+        shape: tuple[int, ...] = (1, spec.latent_channels, extent, extent + 2)
+        if spec.frame_rule is not None:
+            frames = next(t for t in range(2, 64) if spec.frame_rule.problem(t) is None)
+            shape = (*shape[:2], frames, *shape[2:])
+        latents = WireTensor("float32", shape, np.random.default_rng(0).standard_normal(shape, np.float32).tobytes())
+        try:
+            reference = await self._decode_for_test(latents, "direct")
+        except DecodeServiceError as error:
+            self._distrust(spec.exact_axes, f"the self-test could not decode undivided: {error}")
+            return
+        for axis in spec.exact_axes:
+            try:
+                sharded = await self._decode_for_test(latents, f"spatial_shard_{axis}")
+                problem = _difference(sharded, reference, self._config.torch_dtype_name())
+            except DecodeServiceError as error:
+                problem = str(error)
+            if problem is None:
+                self._self_test[axis] = "exact"
+            else:
+                self._distrust((axis,), problem)
+
+    async def _decode_for_test(self, latents: WireTensor, mode: str) -> np.ndarray:
+        pixels = PixelFormat("float32", "model")
+        plan = self.plan(latents.shape, mode=mode, strict=True, collect="shards")
+        task = RankTask(plan, False, pixels, None, f"self-test {mode}")
+        run = await self._run_to_the_end(task, latents, deadline=None, may_change_plan=False)
+        return _outcome(run, "float32", run.timings_ms).assemble()
+
+    def _distrust(self, axes: Sequence[str], problem: str) -> None:
+        spec = self.spec
+        left = tuple(axis for axis in spec.exact_axes if axis not in axes)
+        why = f"the start-up self-test failed along the {' and '.join(axes)}: {problem}"
+        self._spec = dataclasses.replace(spec, exact_axes=left, no_exact_axes_reason=why)
+        self._self_test.update(dict.fromkeys(axes, problem))
+        self._warnings.append(why)
+        logger.error("%s of %s; this axis will not be sharded", why, spec.name)
+
+    async def _warm_up(self) -> None:
+        """Decode every configured shape once, through the ordinary path, on all ranks that would decode it."""
+        for shape in self._config.warmup.shapes:
+            begun = time.monotonic()
+            try:
+                plan = self.plan(shape)
+                data = np.random.default_rng(0).standard_normal(shape, np.float32)
+                latents = WireTensor("float32", shape, data.tobytes())
+                task = RankTask(plan, request_id="warm-up")
+                # A plan for one rank runs on whichever is idle, so each rank has to be warm: as many at once as there
+                # are ranks get one each.
+                copies = 1 if _needs_all_ranks(plan) else self._group.size
+                runs = [
+                    self._run_to_the_end(task, latents, deadline=None, may_change_plan=False) for _ in range(copies)
+                ]
+                await asyncio.gather(*runs)
+            except DecodeServiceError as error:
+                logger.warning("warm-up of %s failed: %s", list(shape), error)
+                self._warnings.append(f"warm-up of {list(shape)} failed: {error}")
+                if not self.healthy():
+                    raise
+            else:
+                self._warm_shapes.append(list(shape))
+                logger.info("warm-up of %s in %s mode: %.1f s", list(shape), plan.mode, time.monotonic() - begun)
+
+
+# ---- pure helpers --------------------------------------------------------------------------------------------------
+
+
+def _needs_all_ranks(plan: DecodePlan) -> bool:
+    """Whether a plan uses the communicator, which joins all ranks, also those that decode nothing."""
+    # Of the plans that need no communicator only direct ones run anywhere: tiles, say, are assigned to rank numbers.
+    return plan.needs_group or plan.mode != "direct"
+
+
+def _all_finite(latents: WireTensor) -> bool:
+    values = latents.carrier()
+    if latents.dtype == "bfloat16":
+        # NaN and Inf are the values whose exponent bits are all set.
+        return not bool(np.any((values & 0x7F80) == 0x7F80))
+    return bool(np.isfinite(values).all())
+
+
+def _outcome(run: _Run, dtype: str, timings_ms: Mapping[str, float]) -> DecodeOutcome:
+    """What the ranks handed over, as one picture in parts."""
+    plan = run.plan
+    parts = [part.array for part in run.parts if part.array is not None and part.array.size]
+    if not parts:
+        raise GroupFailedError("no rank handed over any pixels")
+    ndim = parts[0].ndim
+    # uint8 is channels last, floats are channels first.
+    height = ndim - 3 if dtype == "uint8" else ndim - 2
+    part_axis = {"batch": 0, "height": height, "width": height + 1}[plan.axis] if plan.axis and len(parts) > 1 else 0
+    shape = list(parts[0].shape)
+    shape[part_axis] = sum(part.shape[part_axis] for part in parts)
+    expected = (plan.latent_shape[0], plan.output_height, plan.output_width)
+    if (shape[0], shape[height], shape[height + 1]) != expected:
+        raise GroupFailedError(f"the ranks handed over a picture of shape {shape}, but the plan promised {expected}")
+    digests = tuple(part.digest for part in run.parts if part.digest)
+    return DecodeOutcome(plan, dtype, tuple(shape), part_axis, parts, timings_ms, digests)
+
+
+def _difference(sharded: np.ndarray, reference: np.ndarray, dtype: str) -> str | None:
+    """Why ``sharded`` is not the same picture as ``reference`` at the precision of ``dtype``, or None if it is."""
+    if sharded.shape != reference.shape:
+        return f"its shape is {sharded.shape} instead of {reference.shape}"
+    most, rms_most = SELF_TEST_TOLERANCE[dtype]
+    error = sharded.astype(np.float64) - reference
+    worst = float(np.abs(error).max()) / max(1e-6, float(np.abs(reference).max()))
+    rms = float(np.sqrt(np.mean(error**2))) / max(1e-6, float(np.sqrt(np.mean(np.square(reference, dtype=np.float64)))))
+    if worst <= most and rms <= rms_most:
+        return None
+    return f"differs by {worst:.2e} of the largest value (allowed {most:g}) and {rms:.2e} rms (allowed {rms_most:g})"

@@ -1,0 +1,50 @@
+"""What an exception inside a rank means for the group. Runs where torch is: in the rank itself."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+
+import torch
+import torch.distributed as dist
+
+from decode_service.decoding.communicator import CommunicatorAborted
+from decode_service.decoding.compilation import CompileFailedError
+from decode_service.decoding.rank import PeerFailedError, RankOutOfMemoryError
+from decode_service.engine.protocol import RankErrorKind, RankFailure
+
+# gloo and the CPU allocator raise plain RuntimeErrors; these are the words by which they can be told.
+_COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "socket timeout")
+_MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+def kind_of(error: BaseException) -> RankErrorKind:
+    """The kind of failure that ``error`` is."""
+    text = str(error).lower()
+    if isinstance(error, CompileFailedError):
+        return "compile"
+    if isinstance(error, (torch.OutOfMemoryError, RankOutOfMemoryError, MemoryError)):
+        return "out_of_memory"
+    if isinstance(error, RuntimeError) and any(words in text for words in _MEMORY_WORDS):
+        return "out_of_memory"
+    if isinstance(error, (CommunicatorAborted, PeerFailedError, dist.DistError)):
+        return "collective"
+    if isinstance(error, RuntimeError) and any(words in text for words in _COLLECTIVE_WORDS):
+        return "collective"
+    return "raised"
+
+
+def describe_failure(error: BaseException) -> RankFailure:
+    """``error`` as a value that keeps none of its frames alive."""
+    trace = "".join(traceback.format_exception(error))
+    return RankFailure(kind_of(error), f"{type(error).__name__}: {error}", trace)
+
+
+def free_memory() -> None:
+    """Give the memory of a failed attempt back to the device. Call it outside the ``except`` block.
+
+    Inside it the exception still holds the frames, and these the tensors.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
