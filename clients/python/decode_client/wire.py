@@ -492,8 +492,9 @@ class _Reader:
         return taken
 
     def _marker(self) -> int:
-        # 0xC1 is the one byte that msgpack never uses.
-        return self._body[self._position] if self._position < len(self._body) else 0xC1
+        if self._position >= len(self._body):
+            raise WireError("the body ends early, where a value should begin", malformed=True)
+        return self._body[self._position]
 
     def at_map(self) -> bool:
         marker = self._marker()
