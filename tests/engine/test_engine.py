@@ -1,0 +1,427 @@
+"""The engine over real ranks in this process: real weights, real halos, real failures."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decode_client.wire import WireTensor
+
+from decode_service.config import ServiceConfig
+from decode_service.decoding.compilation import CompileFailedError
+from decode_service.engine.engine import DecodeEngine
+from decode_service.engine.local_group import LocalGroup
+from decode_service.engine.protocol import DecodeJob, RankTask
+from decode_service.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    GroupFailedError,
+    InvalidLatentsError,
+    NonFiniteLatentsError,
+    NonFiniteOutputError,
+    NotReadyError,
+    OutOfMemoryError,
+    OutputTooLargeError,
+    QueueFullError,
+)
+from decode_service.planning.plan import PixelFormat
+
+from .conftest import Faults, TinyWan, job, not_a_number, raising
+
+
+@asynccontextmanager
+async def serving(config: ServiceConfig, faults: Faults | None = None) -> AsyncIterator[DecodeEngine]:
+    engine = DecodeEngine(LocalGroup(config, faults.make_worker) if faults else LocalGroup(config), config)
+    await engine.start()
+    if faults:
+        faults.tasks.clear()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(test(), 120)
+
+    asyncio.run(limited())
+
+
+# ---- decoding ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["auto", "direct", "spatial_shard_height", "spatial_shard_width"])
+@pytest.mark.parametrize("collect", ["shards", "rank0", "broadcast"])
+def test_exact_modes_give_the_pixels_of_diffusers(tiny_wan: TinyWan, mode: str, collect: str) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(3, 9, 11)
+        async with serving(tiny_wan.config()) as engine:
+            outcome = await engine.decode(job(latents, mode=mode, collect=collect))
+        expected = tiny_wan.decode(latents)
+        assert outcome.shape == expected.shape
+        assert np.abs(outcome.assemble() - expected).max() < 1e-5
+        assert outcome.plan.mode == ("spatial_shard_width" if mode == "auto" else mode)
+        assert len(outcome.parts) == (2 if collect == "shards" and mode != "direct" else 1)
+        assert len(set(outcome.digests)) == (1 if collect == "broadcast" else 0)
+        assert set(outcome.timings_ms) >= {"queue", "put", "decode", "collect", "total"}
+
+    run(test)
+
+
+def test_uint8_pixels_are_channels_last_and_stream_in_order(tiny_wan: TinyWan) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 8, 9)
+        async with serving(tiny_wan.config()) as engine:
+            outcome = await engine.decode(job(latents, mode="spatial_shard_width", pixels=PixelFormat()))
+        unit = np.clip(tiny_wan.decode(latents) * 0.5 + 0.5, 0, 1)
+        expected = np.round(unit * 255).astype(np.uint8).transpose(0, 2, 3, 4, 1)
+        assert outcome.shape == expected.shape
+        assert np.abs(outcome.assemble().astype(int) - expected).max() <= 1
+        assert b"".join(outcome.iter_bytes(1000)) == outcome.assemble().tobytes()
+
+    run(test)
+
+
+def test_small_requests_run_at_the_same_time_and_do_not_mix(tiny_wan: TinyWan) -> None:
+    async def test() -> None:
+        requests = [tiny_wan.latents(2, 6, 6, seed=seed) for seed in range(6)]
+        async with serving(tiny_wan.config()) as engine:
+            outcomes = await asyncio.gather(*(engine.decode(job(latents)) for latents in requests))
+        for latents, outcome in zip(requests, outcomes, strict=True):
+            assert outcome.plan.mode == "direct"
+            assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+
+    run(test)
+
+
+def test_several_items_are_divided_over_the_ranks(tiny_wan: TinyWan) -> None:
+    async def test() -> None:
+        latents = np.concatenate([tiny_wan.latents(2, 5, 5, seed=seed) for seed in range(3)])
+        async with serving(tiny_wan.config()) as engine:
+            outcome = await engine.decode(job(latents))
+        assert outcome.plan.mode == "batch"
+        assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+
+    run(test)
+
+
+def test_a_group_of_one_serves(tiny_wan: TinyWan) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 12, 12)
+        async with serving(tiny_wan.config(group={"ranks": 1})) as engine:
+            outcome = await engine.decode(job(latents, collect="broadcast"))
+        assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+
+    run(test)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_bad_requests_are_refused_before_anything_runs(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        config = tiny_wan.config(limits={"max_output_pixels": 5 * 64 * 64})
+        async with serving(config, faults) as engine:
+            with pytest.raises(InvalidLatentsError, match="channels"):
+                await engine.decode(job(np.zeros((1, 5, 2, 8, 8), np.float32)))
+            with pytest.raises(OutputTooLargeError, match=r"limit is 20480 \(limits.max_output_pixels\)"):
+                await engine.decode(job(tiny_wan.latents(3, 8, 8)))
+            latents = tiny_wan.latents(2, 4, 4)
+            latents[0, 1, 0, 2, 2] = np.nan
+            with pytest.raises(NonFiniteLatentsError):
+                await engine.decode(job(latents))
+            bits = np.full((1, 4, 2, 4, 4), 0x7F80, np.uint16)
+            infinite = DecodeJob(WireTensor("bfloat16", bits.shape, bits.tobytes()))
+            with pytest.raises(NonFiniteLatentsError):
+                await engine.decode(infinite)
+        assert faults.tasks == []
+
+    run(test)
+
+
+def test_nothing_is_served_before_start_and_after_close(tiny_wan: TinyWan) -> None:
+    async def test() -> None:
+        config = tiny_wan.config()
+        engine = DecodeEngine(LocalGroup(config), config)
+        assert engine.readiness().state == "starting"
+        with pytest.raises(NotReadyError):
+            await engine.decode(job(tiny_wan.latents(2, 4, 4)))
+        await engine.start()
+        assert engine.readiness().ready
+        await engine.close()
+        await engine.close()
+        with pytest.raises(NotReadyError):
+            await engine.decode(job(tiny_wan.latents(2, 4, 4)))
+
+    run(test)
+
+
+def test_a_full_queue_and_a_passed_deadline_are_told_apart(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 4, 4)
+        config = tiny_wan.config(group={"ranks": 1}, limits={"max_queued": 2})
+        async with serving(config, faults) as engine:
+            faults.on(0, lambda task: time.sleep(0.5))
+            running = asyncio.create_task(engine.decode(job(latents)))
+            late = asyncio.create_task(engine.decode(job(latents, deadline_s=0.1)))
+            await asyncio.sleep(0.05)
+            with pytest.raises(QueueFullError):
+                await engine.decode(job(latents))
+            with pytest.raises(DeadlineExceededError, match="waiting"):
+                await late
+            await running
+            # The one that was late never ran.
+            assert len(faults.tasks) == 1
+
+    run(test)
+
+
+# ---- what breaks ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_raises_costs_one_retry_and_no_reload(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 10, 12)
+        async with serving(tiny_wan.config(), faults) as engine:
+            faults.on(1, raising(ValueError("cosmic ray")))
+            outcome = await engine.decode(job(latents, mode="spatial_shard_width"))
+            assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+            assert engine.readiness().ready
+        assert faults.built == 2
+        assert sorted(rank for rank, _ in faults.tasks) == [0, 0, 1, 1]
+
+    run(test)
+
+
+def test_a_rank_that_raises_twice_fails_the_request_but_not_the_service(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 10, 12)
+        async with serving(tiny_wan.config(), faults) as engine:
+            faults.on(1, raising(ValueError("bug")), raising(ValueError("bug")))
+            with pytest.raises(GroupFailedError, match="bug"):
+                await engine.decode(job(latents, mode="spatial_shard_width"))
+            outcome = await engine.decode(job(latents, mode="spatial_shard_width"))
+            assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+
+    run(test)
+
+
+def test_a_failed_compilation_is_latched_on_all_ranks_and_the_request_served(
+    tiny_wan: TinyWan, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 10, 12)
+        async with serving(tiny_wan.config(), faults) as engine:
+            faults.on(1, raising(CompileFailedError("no compiler here")))
+            outcome = await engine.decode(job(latents, mode="spatial_shard_height"))
+            assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+            assert engine.describe()["compile"] == {
+                "enabled": False,
+                "off_because": "CompileFailedError: no compiler here",
+            }
+            assert any("no compiler here" in warning for warning in engine.readiness().warnings)
+
+    with caplog.at_level(logging.ERROR, "decode_service.engine"):
+        run(test)
+    assert sum("torch.compile failed" in record.message for record in caplog.records) == 1
+
+
+def test_out_of_memory_takes_a_cheaper_plan_and_says_so(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 6, 6)
+        async with serving(tiny_wan.config(), faults) as engine:
+            faults.on(0, raising(torch.OutOfMemoryError("CUDA out of memory")))
+            outcome = await engine.decode(job(latents))
+            assert outcome.plan.mode == "spatial_shard_width"
+            assert outcome.plan.fallback == "direct ran out of memory"
+            assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+            faults.on(1, raising(torch.OutOfMemoryError("CUDA out of memory")))
+            outcome = await engine.decode(job(latents, mode="spatial_shard_height"))
+            assert outcome.plan.mode == "tile"
+
+    run(test)
+
+
+def test_out_of_memory_is_an_error_where_no_other_plan_is_allowed(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 6, 6)
+        async with serving(tiny_wan.config(), faults) as engine:
+            faults.on(0, raising(torch.OutOfMemoryError("CUDA out of memory")))
+            with pytest.raises(OutOfMemoryError, match="direct mode"):
+                await engine.decode(job(latents, mode="direct", strict=True))
+            assert len(faults.tasks) == 1
+            assert engine.readiness().ready
+
+    run(test)
+
+
+def test_nan_from_half_precision_is_decoded_again_in_float32(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 6, 6)
+        async with serving(tiny_wan.config(model={"dtype": "bfloat16"}), faults) as engine:
+            faults.on(0, not_a_number)
+            outcome = await engine.decode(job(latents))
+            assert [task.precision for _, task in faults.tasks] == [None, "float32"]
+            # bfloat16 weights, float32 arithmetic.
+            assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 0.1
+
+    run(test)
+
+
+def test_nan_from_float32_is_an_error_never_a_black_picture(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        async with serving(tiny_wan.config(), faults) as engine:
+            faults.on(0, not_a_number)
+            with pytest.raises(NonFiniteOutputError):
+                await engine.decode(job(tiny_wan.latents(2, 6, 6)))
+
+    run(test)
+
+
+def test_a_rank_that_stalls_is_replaced_and_the_request_served(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 10, 12)
+        async with serving(tiny_wan.config(), faults) as engine:
+            engine._group._config = tiny_wan.config(group={"run_timeout_s": 1.5, "abort_grace_s": 0.3})  # type: ignore[attr-defined]
+            faults.on(1, lambda task: time.sleep(6))
+            outcome = await engine.decode(job(latents, mode="spatial_shard_width"))
+            assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+        assert faults.built == 4
+
+    run(test)
+
+
+def test_a_group_that_breaks_too_often_is_given_up(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 10, 12)
+        config = tiny_wan.config(group={"max_rebuilds": 0, "run_timeout_s": 1.0, "abort_grace_s": 0.2})
+        async with serving(config, faults) as engine:
+            assert engine.healthy()
+            faults.on(1, lambda task: time.sleep(3))
+            with pytest.raises(GroupFailedError):
+                await engine.decode(job(latents, mode="spatial_shard_width"))
+            assert not engine.healthy()
+            assert engine.readiness().state == "failed"
+            with pytest.raises(NotReadyError):
+                await engine.decode(job(latents))
+
+    run(test)
+
+
+def test_a_caller_that_leaves_neither_breaks_the_group_nor_the_next_request(
+    tiny_wan: TinyWan, faults: Faults
+) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 10, 12)
+
+        def slow(task: RankTask) -> None:
+            time.sleep(0.3)
+
+        async with serving(tiny_wan.config(), faults) as engine:
+            faults.on(1, slow)
+            caller = asyncio.create_task(engine.decode(job(latents, mode="spatial_shard_width")))
+            await asyncio.sleep(0.1)
+            caller.cancel()
+            outcome = await engine.decode(job(latents, mode="spatial_shard_height"))
+            assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+            # And if the abandoned decode fails, its ranks are mended without anybody waiting for it.
+            faults.on(1, slow, raising(ValueError("late")))
+            faults.pending[0] = []
+            caller = asyncio.create_task(engine.decode(job(latents, mode="spatial_shard_width")))
+            following = asyncio.create_task(engine.decode(job(latents, mode="spatial_shard_width")))
+            await asyncio.sleep(0.1)
+            caller.cancel()
+            assert np.abs((await following).assemble() - tiny_wan.decode(latents)).max() < 1e-5
+
+    run(test)
+
+
+# ---- start-up ------------------------------------------------------------------------------------------------------
+
+
+def test_sharding_that_differs_on_this_machine_is_switched_off(
+    tiny_wan: TinyWan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from decode_service.engine import local_group
+
+    class WrongHalo(local_group.RankWorker):
+        def decode(self, task: RankTask, latents: np.ndarray, dtype: str) -> Any:
+            answer = super().decode(task, latents, dtype)
+            if task.plan.axis == "width":
+                answer.array[..., 0] += 0.01
+            return answer
+
+    async def test() -> None:
+        config = tiny_wan.config()
+        engine = DecodeEngine(LocalGroup(config, WrongHalo), config)
+        await engine.start()
+        shown = engine.describe()
+        assert shown["exact_axes"] == ["height"]
+        assert shown["self_test"]["height"] == "exact"
+        assert "differs by" in shown["self_test"]["width"]
+        # The width would be taken on ties; the height is what is left.
+        assert engine.plan((1, 4, 2, 12, 12)).mode == "spatial_shard_height"
+        await engine.close()
+
+    with caplog.at_level(logging.ERROR, "decode_service.engine"):
+        run(test)
+    assert "will not be sharded" in caplog.text
+
+
+def test_warm_up_takes_the_ordinary_path_on_every_rank(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        shapes = [[1, 4, 2, 6, 6], [1, 4, 2, 10, 12], [1, 7, 2, 6, 6]]
+        config = tiny_wan.config(warmup={"shapes": shapes})
+        engine = DecodeEngine(LocalGroup(config, faults.make_worker), config)
+        await engine.start()
+        warm = [(rank, task.plan.mode) for rank, task in faults.tasks if task.request_id == "warm-up"]
+        assert sorted(warm[:2]) == [(0, "direct"), (1, "direct")]
+        assert sorted(warm[2:]) == [(0, "spatial_shard_width"), (1, "spatial_shard_width")]
+        # One impossible shape is a warning, not a service that doesn't start.
+        assert engine.describe()["warm_shapes"] == shapes[:2]
+        assert engine.readiness().ready
+        assert any("[1, 7, 2, 6, 6]" in warning for warning in engine.readiness().warnings)
+        await engine.close()
+
+    run(test)
+
+
+def test_warm_up_of_a_video_model_needs_two_latent_frames(tiny_wan: TinyWan) -> None:
+    async def test() -> None:
+        config = tiny_wan.config(warmup={"shapes": [[1, 4, 1, 6, 6]]})
+        engine = DecodeEngine(LocalGroup(config), config)
+        if engine_accepts_images(tiny_wan):
+            pytest.skip("this family takes single images")
+        with pytest.raises(ConfigError, match="at least two latent frames"):
+            await engine.start()
+        await engine.close()
+
+    run(test)
+
+
+def engine_accepts_images(tiny_wan: TinyWan) -> bool:
+    from decode_service.decoding.loading import ModelSource, load_family
+
+    return load_family(ModelSource("tiny", str(tiny_wan.folder)), device=torch.device("cpu")).spec.accepts_images
+
+
+def test_describe_is_plain_json(tiny_wan: TinyWan) -> None:
+    import json
+
+    async def test() -> None:
+        async with serving(tiny_wan.config()) as engine:
+            shown = json.loads(json.dumps(engine.describe()))
+        assert shown["name"] == "tiny"
+        assert shown["group"] == {"ranks": 2, "device": "cpu", "dtype": "float32"}
+        assert shown["self_test"] == {"height": "exact", "width": "exact"}
+        assert shown["state"] == "ready"
+
+    run(test)
