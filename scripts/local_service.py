@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -89,6 +90,7 @@ def environment(folder: Path, *, haproxy: bool) -> dict[str, str]:
     env.pop("RAY_ADDRESS", None)
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
     env["PYTHONUNBUFFERED"] = "1"
+    env.setdefault("RAY_COLOR_PREFIX", "0")
     env["RAY_TMPDIR"] = str(folder)
     env.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for name, value in QUICK_SHUTDOWN.items():
@@ -125,6 +127,12 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ServiceFailed(f"{path} is not a Serve config: expected a mapping with `applications`")
     return config
+
+
+def _last_error(log: str) -> str:
+    """The last exception that a log names, such as `ValueError: no such model`."""
+    found = re.findall(r"\b((?:\w+\.)*\w+(?:Error|Exception): .+)$", log, flags=re.MULTILINE)
+    return found[-1] if found else "see the log"
 
 
 def _processes_of_session(session: int) -> list[int]:
@@ -255,7 +263,7 @@ class LocalService:
                 raise ServiceFailed("the service ended before it was ready")
             log = self.log_tail(500)
             if any(mark in log for mark in FAILURE_MARKS):
-                raise ServiceFailed("the application could not be built")
+                raise ServiceFailed(f"the application could not be built: {_last_error(log)}")
             if time.monotonic() - started > timeout_s:
                 raise ServiceFailed(f"the service was not ready after {timeout_s:.0f} s")
             time.sleep(0.25)
