@@ -397,7 +397,7 @@ def retry_delay(attempt: int, asked_s: float | None) -> float:
 
     Random, so that callers who were turned away together do not come back together; never less than was asked for.
     """
-    backoff: float = min(BACKOFF_FIRST_S * 2.0**attempt, BACKOFF_MAX_S)
+    backoff: float = min(BACKOFF_FIRST_S * 2.0 ** min(attempt, 16), BACKOFF_MAX_S)
     if asked_s is None:
         return backoff * (1 - 0.25 * random.random())
     return asked_s + 0.25 * backoff * random.random()
