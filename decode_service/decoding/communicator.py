@@ -48,9 +48,9 @@ class Communicator(ABC):
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite ``tensor`` with that of rank ``source``."""
 
-    def barrier(self) -> None:
-        """Return once every rank has called it."""
-        self.all_gather(torch.zeros(1))
+    @abstractmethod
+    def agree(self, status: int) -> list[int]:
+        """``status`` of every rank, in rank order, over the control path: works when the device is out of memory."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -78,6 +78,9 @@ class SoloCommunicator(Communicator):
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         return
+
+    def agree(self, status: int) -> list[int]:
+        return [status]
 
     def abort(self) -> None:
         return
@@ -124,6 +127,9 @@ class ThreadCommunicator(Communicator):
         else:
             self.exchange([], [(source, tensor)])
 
+    def agree(self, status: int) -> list[int]:
+        return [int(entry) for entry in self.all_gather(torch.tensor([status]))]
+
     def _take(self, peer: int) -> torch.Tensor:
         while not self._aborted.is_set():
             try:
@@ -140,43 +146,65 @@ class ThreadCommunicator(Communicator):
 
 
 class TorchCommunicator(Communicator):
-    """Ranks that are processes, over a ``torch.distributed`` process group of their own.
+    """Ranks that are processes, over ``torch.distributed`` process groups of their own.
 
-    The group must not be shared with other users: halo messages and somebody else's collectives on one communicator
-    overtake each other.
+    The tensor group carries halos and pixels only: on a communicator shared with other work, halo messages and somebody
+    else's collectives overtake each other. The control group (gloo, CPU) carries agreements.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device) -> None:
+        self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = (group, control)
         self._device = device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def _live(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The tensor group and the control group."""
+        groups = self._groups
+        if groups is None:
+            raise CommunicatorAborted("the group was aborted")
+        return groups
 
     def exchange(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
     ) -> None:
+        group, _ = self._live()
         # Group ranks, not global ranks: a group need not start at rank 0.
-        operations = [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=peer) for peer, tensor in sends]
-        operations += [dist.P2POp(dist.irecv, buffer, group=self._group, group_peer=peer) for peer, buffer in receives]
+        operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends]
+        operations += [dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer) for peer, buffer in receives]
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        group, _ = self._live()
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(gathered, tensor, group=self._group)
+        dist.all_gather(gathered, tensor, group=group)
         return gathered
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        dist.broadcast(tensor, group=self._group, group_src=source)
+        group, _ = self._live()
+        dist.broadcast(tensor, group=group, group_src=source)
 
-    def barrier(self) -> None:
-        self.all_gather(torch.zeros(1, device=self._device))
+    def agree(self, status: int) -> list[int]:
+        _, control = self._live()
+        mine = torch.tensor([status], dtype=torch.int64)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine, group=control)
+        return [int(entry) for entry in gathered]
 
     def abort(self) -> None:
-        self._group._get_backend(self._device).abort()
+        groups = self._groups
+        if groups is not None and self._device.type == "cuda":
+            groups[0]._get_backend(self._device).abort()
+        del groups
+        self.close()
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        # gloo has no abort of its own: its connections close, and the peers' waits end at once, when the last
+        # reference to the group goes.
+        self._groups = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def join_group(
@@ -184,19 +212,23 @@ def join_group(
 ) -> Communicator:
     """Form the group of ``size`` ranks over ``store``: NCCL on CUDA, gloo on the CPU. All ranks must call it together.
 
-    ``generation`` counts the groups formed over one store, so that a re-formed group never reads keys of the last.
-    No environment variables are used: two groups in one process tree cannot collide.
+    No environment variables are read, so two groups in one process tree cannot collide. After ``abort`` and ``close``
+    the same healthy ranks can join again under the next ``generation``; their weights stay where they are.
+
+    Args:
+        store: reachable by all ranks; one of them hosts it.
+        generation: counts the groups formed over one store, so that a new group never reads the keys of the last.
+        timeout_s: longest wait inside one collective.
     """
     if size == 1:
         return SoloCommunicator()
     timeout = datetime.timedelta(seconds=timeout_s)
-    scoped = dist.PrefixStore(f"group/{generation}", store)
-    if not dist.is_initialized():
-        raise RuntimeError("call init_control_group first")
-    return TorchCommunicator(_new_group(scoped, rank, size, device, timeout), device)
-
-
-def _new_group(
-    store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta
-) -> dist.ProcessGroup:
-    raise NotImplementedError
+    scoped = dist.PrefixStore(f"generation-{generation}", store)
+    dist.init_process_group("gloo", store=scoped, rank=rank, world_size=size, timeout=timeout)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    group = dist.new_group(backend=backend, timeout=timeout)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    communicator = TorchCommunicator(group, control, device)
+    communicator.agree(0)
+    communicator.all_gather(torch.zeros(1, device=device))
+    return communicator

@@ -84,6 +84,15 @@ class DecodePlan:
         if (self.mode == "tile") != (self.tiles is not None):
             raise ValueError("tile geometry goes with tile mode")
 
+    @property
+    def needs_group(self) -> bool:
+        """Whether every rank of the group must take part at the same time."""
+        return self.ranks > 1 or self.collect == "broadcast"
+
+    def band(self, rank: int) -> Band | None:
+        """The band of ``rank``, or None where it holds nothing or nothing is divided."""
+        return self.bands[rank] if rank < len(self.bands) and self.bands[rank].size else None
+
     def public(self) -> dict[str, Any]:
         """The plan as replies show it: plain values only."""
         shown: dict[str, Any] = {

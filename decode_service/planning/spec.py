@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from decode_service.planning.temporal import FrameRule
+from decode_service.planning.temporal import ClipFrames, FrameRule
 from decode_service.planning.tiles import TileGrid, overlap_axis, stride_axis
 
 
@@ -82,6 +82,9 @@ class ModelSpec:
         tile_only: the model's own contract asks for tiles; ``auto`` means tile.
         tiles: tile geometry.
         chunked: whether the temporal chunk length is free (causal decoders).
+        operand_per_pixel: elements of the widest operand of a pass over one later latent frame, per output pixel of one
+            frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
+        operand_per_pixel_first: the same for the pass over the first latent frame.
     """
 
     name: str
@@ -98,13 +101,25 @@ class ModelSpec:
     no_exact_axes_reason: str = ""
     tile_only: bool = False
     chunked: bool = True
-    default_chunk: int = field(default=1)
+    operand_per_pixel: int = 0
+    operand_per_pixel_first: int = 0
+
+    @property
+    def decoder_channels(self) -> int:
+        """Channels in the space where tiles are blended."""
+        return self.output_channels * (self.spatial_ratio // self.decoder_ratio) ** 2
 
     def latent_ndims(self) -> tuple[int, ...]:
         """Numbers of dimensions that latents may have."""
         if self.frame_rule is None:
             return (4,)
         return (4, 5) if self.accepts_images else (5,)
+
+    def tile_parts(self, latent_shape: tuple[int, ...]) -> int:
+        """Times that the tile grid is decoded: once per clip for clip-wise families, else once."""
+        if isinstance(self.frame_rule, ClipFrames):
+            return self.frame_rule.clip_count(latent_shape[2])
+        return 1
 
     def output_extents(self, latent_shape: tuple[int, ...]) -> tuple[int, int, int]:
         """Pixel frames, height and width of the picture decoded from latents of ``latent_shape``."""

@@ -1,0 +1,68 @@
+"""``torch.compile`` of a decoder, with one way back: to eager, for good."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from decode_service.decoding.communicator import CommunicatorAborted
+from decode_service.decoding.sharding import UnshardableOperation
+
+logger = logging.getLogger(__name__)
+
+
+class CompileFailedError(RuntimeError):
+    """Setting up compilation failed, or compiling did at a call. The whole group must go on eagerly."""
+
+
+class CompilableDecoder:
+    """A decoder's forward that runs compiled until the group decides otherwise.
+
+    A failure does not fall back here: under a spatial shard the other ranks wait in a collective for this one, so all
+    ranks must leave the attempt and start again together. ``CompileFailedError`` tells the engine to see to that.
+
+    Attributes:
+        active: whether calls run compiled.
+        reason: why not, where they do not.
+    """
+
+    def __init__(self, forward: Callable[..., torch.Tensor], *, enabled: bool) -> None:
+        self._eager = forward
+        self._compiled: Callable[..., torch.Tensor] | None = None
+        self.active = enabled
+        self.reason = "" if enabled else "switched off in the config"
+
+    def disable(self, reason: str) -> None:
+        """Run eagerly from now on."""
+        if self.active:
+            logger.warning("compilation is off for this model from now on: %s", reason)
+        self.active = False
+        self.reason = reason
+        self._compiled = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.active:
+            return self._eager(*args, **kwargs)
+        try:
+            if self._compiled is None:
+                self._compiled = torch.compile(self._eager)
+            return self._compiled(*args, **kwargs)
+        except (torch.OutOfMemoryError, CommunicatorAborted, UnshardableOperation):
+            raise
+        except Exception as error:
+            if not _is_compiler_error(error):
+                raise
+            raise CompileFailedError(f"{type(error).__name__}: {error}") from error
+
+
+def _is_compiler_error(error: BaseException) -> bool:
+    """Whether the compiler, not the model or a collective, raised ``error`` or anything that led to it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if type(seen).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch", "triton")):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

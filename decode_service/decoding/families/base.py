@@ -1,0 +1,200 @@
+"""What a VAE family tells the rest of the service, and the base of the families.
+
+A family owns everything that differs between architectures: how latents are denormalized, in which passes they are
+decoded, how tiles are cut and put together, and what its pixels mean. It runs diffusers' own decoder modules unmodified
+and keeps no state of a request: two decodes interleaved on one model give what each gives alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from decode_service.decoding.tiling import stitch
+from decode_service.errors import ConfigError
+from decode_service.planning.plan import DecodePlan
+from decode_service.planning.spec import ModelSpec, StrideTiles
+from decode_service.planning.temporal import CausalFrames
+from decode_service.planning.tiles import TileSpan
+
+# B batch, C channels, T latent frames, F pixel frames, H height, W width.
+
+
+class Family(ABC):
+    """One loaded VAE decoder.
+
+    Args:
+        vae: the diffusers model, in eval mode; only its decoder side is used.
+        name: the name under which it is served.
+        tiles: tile geometry that overrides the family's own, or None.
+
+    Attributes:
+        class_names: diffusers classes that the family decodes.
+        spec: what planning knows of the model.
+        call_decoder: ``vae.decoder``, or a compiled form of it.
+    """
+
+    class_names: ClassVar[tuple[str, ...]]
+
+    def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
+        self.vae = vae
+        self.config: dict[str, Any] = dict(vae.config)
+        self.spec = self.make_spec(name, tiles)
+        self.call_decoder: Callable[..., torch.Tensor] = vae.decoder
+
+    @abstractmethod
+    def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
+        """Describe the model to planning.
+
+        Raises:
+            ConfigError: if ``tiles`` cannot tile this model.
+        """
+
+    @abstractmethod
+    def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
+        """Latents as ``vae.decode`` takes them, from latents as the denoiser produces them.
+
+        The order of operations is that of the family's diffusers pipeline, so that half precision rounds alike.
+        """
+
+    @abstractmethod
+    def decode(self, latents_BCTHW: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+        """Pixels (B,C,F,H,W) as ``vae.decode`` returns them, pass by pass, in frame order.
+
+        Args:
+            chunk: latent frames per pass after the first; any value gives the same pixels.
+        """
+
+    @abstractmethod
+    def decode_tile(
+        self, latents_BCTHW: torch.Tensor, part: int, row: TileSpan, column: TileSpan, chunk: int
+    ) -> torch.Tensor:
+        """One tile, all its frames, in the space where tiles are blended: shape ``tile_shape``."""
+
+    @abstractmethod
+    def tile_shape(self, latent_shape: Sequence[int], part: int, row: TileSpan, column: TileSpan) -> tuple[int, ...]:
+        """Shape of ``decode_tile``, as a function of the latents' shape alone: ranks need not exchange it."""
+
+    @abstractmethod
+    def merge_tiles(self, plan: DecodePlan, tiles: list[torch.Tensor]) -> torch.Tensor:
+        """Pixels (B,C,F,H,W) as ``vae.decode`` returns them, from all tiles: part by part, row by row."""
+
+    def to_unit_range(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Pixels in [-1, 1], from pixels as ``vae.decode`` returns them."""
+        return pixels.clamp(-1.0, 1.0)
+
+    def dtype(self) -> torch.dtype:
+        """The dtype that latents are cast to."""
+        return next(self.vae.post_quant_conv.parameters()).dtype
+
+    def device(self) -> torch.device:
+        return next(self.vae.post_quant_conv.parameters()).device
+
+
+class MeanStdFamily(Family):
+    """Families whose latents are normalized by ``latents_mean`` and ``latents_std``, per channel."""
+
+    def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
+        # Dividing by the reciprocal is what the Wan and Qwen-Image pipelines do; in half precision it rounds
+        # differently from multiplying by the deviation.
+        shape = (1, self.spec.latent_channels, 1, 1, 1)
+        device, dtype = latents_BCTHW.device, latents_BCTHW.dtype
+        mean = torch.tensor(self.config["latents_mean"]).view(shape).to(device, dtype)
+        reciprocal = 1.0 / torch.tensor(self.config["latents_std"]).view(shape).to(device, dtype)
+        return latents_BCTHW / reciprocal + mean
+
+
+class CausalFamily(MeanStdFamily):
+    """Causal video decoders with a feature cache: Wan and Qwen-Image.
+
+    diffusers keeps the cache on the model, so that two decodes at once destroy each other; its decoder takes the cache as
+    an argument, though, and here every decode brings its own.
+    """
+
+    @property
+    def frame_rule(self) -> CausalFrames:
+        rule = self.spec.frame_rule
+        assert isinstance(rule, CausalFrames)
+        return rule
+
+    @property
+    def patch_size(self) -> int:
+        """Pixels per side that the decoder packs into channels."""
+        return self.spec.spatial_ratio // self.spec.decoder_ratio
+
+    def run_pass(self, x_BCTHW: torch.Tensor, cache: list[Any] | None, *, first: bool) -> torch.Tensor:
+        """One pass of the decoder over consecutive latent frames; updates ``cache`` in place."""
+        return self.call_decoder(x_BCTHW, feat_cache=cache, feat_idx=[0])
+
+    def passes(self, latents_BCTHW: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+        """Decoder output pass by pass, still patchified and unclamped."""
+        x_BCTHW = self.vae.post_quant_conv(latents_BCTHW)
+        frames = x_BCTHW.shape[2]
+        # A single frame never reads a cache, so none is kept: at 4K it would be gigabytes.
+        cache = [None] * self._cache_slots() if frames > 1 else None
+        for start, stop in self.frame_rule.chunks(frames, chunk):
+            yield self.run_pass(x_BCTHW[:, :, start:stop], cache, first=start == 0)
+
+    def _cache_slots(self) -> int:
+        causal_conv = type(self.vae.post_quant_conv)
+        return sum(isinstance(module, causal_conv) for module in self.vae.decoder.modules())
+
+    def finish(self, x_BCFHW: torch.Tensor) -> torch.Tensor:
+        """Pixels as ``vae.decode`` returns them, from the decoder's output."""
+        return unpatchify(x_BCFHW, self.patch_size).clamp(-1.0, 1.0)
+
+    def decode(self, latents_BCTHW: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+        for x_BCFHW in self.passes(latents_BCTHW, chunk):
+            yield self.finish(x_BCFHW)
+
+    def decode_tile(
+        self, latents_BCTHW: torch.Tensor, part: int, row: TileSpan, column: TileSpan, chunk: int
+    ) -> torch.Tensor:
+        tile_BCTHW = latents_BCTHW[..., row.start : row.start + row.size, column.start : column.start + column.size]
+        tile = latents_BCTHW.new_empty(self.tile_shape(latents_BCTHW.shape, part, row, column))
+        start = 0
+        for x_BCFHW in self.passes(tile_BCTHW, chunk):
+            tile[:, :, start : start + x_BCFHW.shape[2]] = x_BCFHW
+            start += x_BCFHW.shape[2]
+        return tile
+
+    def tile_shape(self, latent_shape: Sequence[int], part: int, row: TileSpan, column: TileSpan) -> tuple[int, ...]:
+        ratio = self.spec.decoder_ratio
+        frames = self.frame_rule.frames(latent_shape[2])
+        return latent_shape[0], self.spec.decoder_channels, frames, row.size * ratio, column.size * ratio
+
+    def merge_tiles(self, plan: DecodePlan, tiles: list[torch.Tensor]) -> torch.Tensor:
+        assert plan.tiles is not None
+        return self.finish(stitch(tiles, plan.tiles))
+
+
+def unpatchify(x_BCFHW: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Channels back into ``patch_size`` x ``patch_size`` pixels: (B, C*p*p, F, H, W) to (B, C, F, H*p, W*p).
+
+    Among the packed channels the column within the patch comes before the row (diffusers' AutoencoderKLWan).
+    """
+    if patch_size == 1:
+        return x_BCFHW
+    batch, packed, frames, height, width = x_BCFHW.shape
+    channels = packed // patch_size**2
+    x = x_BCFHW.reshape(batch, channels, patch_size, patch_size, frames, height, width)
+    x = x.permute(0, 1, 4, 5, 3, 6, 2)
+    return x.reshape(batch, channels, frames, height * patch_size, width * patch_size)
+
+
+def stride_tiles(given: StrideTiles | None, spatial_ratio: int, class_name: str) -> StrideTiles:
+    """The tile geometry of a family with free tiles.
+
+    Raises:
+        ConfigError: if the given one does not fit the model.
+    """
+    tiles = given or StrideTiles()
+    problem = tiles.problem(spatial_ratio)
+    if problem:
+        raise ConfigError(f"policy.tile does not fit {class_name}: {problem}")
+    return tiles
+

@@ -1,0 +1,37 @@
+"""Qwen-Image, and Krea 2 which uses the same VAE: ``AutoencoderKLQwenImage``."""
+
+from __future__ import annotations
+
+from decode_service.decoding.families.base import CausalFamily, stride_tiles
+from decode_service.decoding.families.wan import causal_operands
+from decode_service.planning.spec import ModelSpec, StrideTiles
+from decode_service.planning.temporal import CausalFrames
+
+
+class QwenImageFamily(CausalFamily):
+    """``AutoencoderKLQwenImage``: the architecture of Wan 2.1, usually with a single frame.
+
+    diffusers clamps its undivided output to [-1, 1] but not its tiled one; here both are clamped.
+    """
+
+    class_names = ("AutoencoderKLQwenImage",)
+
+    def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
+        config = self.config
+        ratio = 2 ** len(config["temperal_downsample"])
+        later, first = causal_operands(config["base_dim"], config["dim_mult"], halved=True)
+        return ModelSpec(
+            name=name,
+            family="qwen-image",
+            class_name="AutoencoderKLQwenImage",
+            latent_channels=config["z_dim"],
+            output_channels=config["input_channels"],
+            spatial_ratio=ratio,
+            decoder_ratio=ratio,
+            frame_rule=CausalFrames(2 ** sum(config["temperal_downsample"])),
+            accepts_images=True,
+            exact_axes=("height", "width"),
+            tiles=stride_tiles(tiles, ratio, "AutoencoderKLQwenImage"),
+            operand_per_pixel=later,
+            operand_per_pixel_first=first,
+        )

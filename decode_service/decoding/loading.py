@@ -1,0 +1,172 @@
+"""Loading the decoder side of a VAE: from a hub id, a diffusers folder, a single safetensors file, or the built-in demo.
+
+Weights are read by diffusers from safetensors only; nothing is unpickled, and no code comes with a model.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from decode_service.decoding.families import FAMILIES, Family
+from decode_service.errors import ConfigError
+from decode_service.planning.spec import StrideTiles
+
+BUILTIN_PREFIX = "builtin:"
+
+# Parts of an autoencoder that only encoding uses.
+_ENCODER_PARTS = ("encoder", "quant_conv")
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from; see ``decode_service.config.ModelConfig`` for the fields."""
+
+    name: str
+    source: str
+    subfolder: str | None = None
+    dtype: str = "float32"
+    class_name: str | None = None
+    revision: str | None = None
+
+
+def load_family(source: ModelSource, *, device: torch.device, tiles: StrideTiles | None = None) -> Family:
+    """Load the decoder of ``source`` onto ``device``, in eval mode and without gradients.
+
+    Raises:
+        ConfigError: the source does not exist, is not a VAE that this service knows, or does not match its weights;
+            the message says what would be right.
+    """
+    dtype = _DTYPES.get(source.dtype)
+    if dtype is None:
+        raise ConfigError(f"model.dtype must be one of {', '.join(_DTYPES)}, got {source.dtype!r}")
+    vae = _load(source, dtype)
+    for part in _ENCODER_PARTS:
+        if hasattr(vae, part):
+            setattr(vae, part, None)
+    gc.collect()
+    vae.requires_grad_(False).eval().to(device)
+    return FAMILIES[type(vae).__name__](vae, source.name, tiles)
+
+
+def _load(source: ModelSource, dtype: torch.dtype) -> nn.Module:
+    if source.source.startswith(BUILTIN_PREFIX):
+        return _load_pretrained(str(_builtin(source.source)), source, dtype, subfolder=None)
+    path = Path(source.source).expanduser()
+    if path.suffix == ".safetensors":
+        if not path.is_file():
+            raise ConfigError(f"model.source {source.source!r} is not a file")
+        return _load_single_file(path, source, dtype)
+    if path.is_dir():
+        return _load_pretrained(str(path), source, dtype, subfolder=source.subfolder)
+    if path.is_absolute() or source.source.startswith((".", "~")) or source.source.count("/") != 1:
+        raise ConfigError(
+            f"model.source {source.source!r} is neither a folder, a .safetensors file, a hub id (owner/name) nor builtin:demo"
+        )
+    return _load_pretrained(source.source, source, dtype, subfolder=source.subfolder)
+
+
+def _builtin(source: str) -> Path:
+    name = source.removeprefix(BUILTIN_PREFIX)
+    if name != "demo":
+        raise ConfigError(f"model.source {source!r} is unknown; the built-in model is builtin:demo")
+    from decode_service.demo import DEMO_VAE_DIR
+
+    return Path(DEMO_VAE_DIR)
+
+
+def _load_pretrained(location: str, source: ModelSource, dtype: torch.dtype, *, subfolder: str | None) -> nn.Module:
+    """Load a diffusers folder or hub repository."""
+    where = f"{location} (subfolder {subfolder})" if subfolder else location
+    options: dict[str, Any] = {"subfolder": subfolder} if subfolder else {}
+    if source.revision:
+        options["revision"] = source.revision
+    try:
+        # Any model class reads a config.json; which one the weights need is what it says.
+        config = diffusers.AutoencoderKL.load_config(location, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(_explain_missing(location, subfolder, error)) from error
+    cls = _vae_class(source.class_name or config.get("_class_name"), where)
+    try:
+        return cls.from_pretrained(location, torch_dtype=dtype, use_safetensors=True, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"cannot load {cls.__name__} from {where}: {error}") from error
+
+
+def _explain_missing(location: str, subfolder: str | None, error: Exception) -> str:
+    folder = Path(location)
+    if folder.is_dir() and not subfolder:
+        inner = [child.name for child in sorted(folder.iterdir()) if (child / "config.json").is_file()]
+        if "vae" in inner:
+            return f"{location} holds a whole pipeline; set model.subfolder to 'vae'"
+        if inner:
+            return f"{location} has no config.json; folders in it that have one: {', '.join(inner)} (model.subfolder)"
+    return f"cannot read a VAE's config.json from {location}{f'/{subfolder}' if subfolder else ''}: {error}"
+
+
+def _load_single_file(path: Path, source: ModelSource, dtype: torch.dtype) -> nn.Module:
+    """Load one safetensors file: in diffusers' own layout with a ``config.json`` beside it, or in an original layout
+    that diffusers' single-file loader recognises."""
+    sidecar = path.with_name("config.json")
+    if sidecar.is_file():
+        config = json.loads(sidecar.read_text())
+        cls = _vae_class(source.class_name or config.get("_class_name"), str(sidecar))
+        state = load_file(str(path))
+        if any(key.startswith("decoder.") for key in state) and "post_quant_conv.weight" in state:
+            return _from_state(cls, config, state, dtype, path)
+        return _from_single_file(cls, path, dtype, config=str(path.parent))
+    if source.class_name is None:
+        raise ConfigError(
+            f"{path} has no config.json beside it; put the VAE's there, or set model.class_name "
+            f"(one of {', '.join(sorted(FAMILIES))})"
+        )
+    return _from_single_file(_vae_class(source.class_name, str(path)), path, dtype)
+
+
+def _from_state(
+    cls: type[nn.Module], config: dict[str, Any], state: dict[str, torch.Tensor], dtype: torch.dtype, path: Path
+) -> nn.Module:
+    model: nn.Module = cls.from_config(config)  # type: ignore[attr-defined]
+    wanted = {key for key in model.state_dict() if not key.startswith(tuple(f"{part}." for part in _ENCODER_PARTS))}
+    missing = sorted(wanted - state.keys())
+    if missing:
+        raise ConfigError(f"{path} lacks {len(missing)} decoder tensors of {cls.__name__}, for example {missing[0]}")
+    try:
+        model.load_state_dict({key: value for key, value in state.items() if key in wanted}, strict=False)
+    except RuntimeError as error:
+        raise ConfigError(f"{path} does not fit its config.json: {error}") from error
+    pinned = tuple(getattr(cls, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in model.named_parameters():
+        if not any(part in name.split(".") for part in pinned):
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _from_single_file(cls: type[nn.Module], path: Path, dtype: torch.dtype, **options: Any) -> nn.Module:
+    if not hasattr(cls, "from_single_file"):
+        raise ConfigError(f"{cls.__name__} cannot be read from a single file in this layout; use a diffusers folder")
+    try:
+        return cls.from_single_file(str(path), torch_dtype=dtype, **options)
+    except Exception as error:  # noqa: BLE001 - diffusers raises many kinds here, all of them about the file
+        raise ConfigError(f"cannot load {cls.__name__} from {path}: {error}") from error
+
+
+def _vae_class(class_name: str | None, where: str) -> Any:
+    if class_name is None:
+        raise ConfigError(f"{where} does not say its class; set model.class_name")
+    if class_name not in FAMILIES:
+        raise ConfigError(f"{where} is a {class_name}; known VAEs are {', '.join(sorted(FAMILIES))}")
+    cls = getattr(diffusers, class_name, None)
+    if cls is None:
+        raise ConfigError(f"the installed diffusers {diffusers.__version__} has no {class_name}; install a newer one")
+    return cls

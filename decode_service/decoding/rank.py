@@ -1,0 +1,420 @@
+"""``RankDecoder``: one rank's part of carrying out a plan. It decides nothing; the plan was made once, for all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from decode_service.decoding.communicator import Communicator, SoloCommunicator
+from decode_service.decoding.compilation import CompilableDecoder, CompileFailedError
+from decode_service.decoding.families import Family
+from decode_service.decoding.loading import ModelSource, load_family
+from decode_service.decoding.pixels import TORCH_DTYPES, axis_dim, convert, from_carrier, pixel_shape, to_numpy
+from decode_service.decoding.sharding import ShardedFrame
+from decode_service.planning.bands import Band
+from decode_service.planning.plan import DecodePlan, PixelFormat
+from decode_service.planning.spec import ModelSpec, StrideTiles
+
+# B batch, C channels, T latent frames, F pixel frames, H height, W width.
+
+_OK, _OUT_OF_MEMORY, _COMPILE_FAILED, _FAILED = range(4)
+
+
+class RankOutOfMemoryError(RuntimeError):
+    """This rank, or a peer that it agreed with, ran out of device memory."""
+
+
+class PeerFailedError(RuntimeError):
+    """Another rank failed before the parts were brought together; its own error says why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankPart:
+    """What one rank hands over.
+
+    Attributes:
+        array: its part of the pixels, C-contiguous, in the asked dtype and layout, or None if it holds nothing.
+        finite: whether everything this rank decoded was finite before clamping.
+        digest: hex digest of the whole picture's bytes as this rank holds it, for broadcast plans, else empty.
+        timings_ms: time by stage.
+        compiled: whether the decoder ran compiled.
+    """
+
+    array: np.ndarray | None
+    finite: bool
+    digest: str
+    timings_ms: dict[str, float]
+    compiled: bool
+
+
+class RankDecoder:
+    """A loaded model on one device, and the communicator it shares with its peers. One decode at a time."""
+
+    def __init__(self, family: Family, *, device: torch.device, compile_enabled: bool = False) -> None:
+        self._family = family
+        self._device = device
+        self._decoder = CompilableDecoder(family.call_decoder, enabled=compile_enabled)
+        family.call_decoder = self._decoder
+        self._communicator: Communicator = SoloCommunicator()
+
+    @classmethod
+    def load(
+        cls,
+        source: ModelSource,
+        *,
+        device: str,
+        tiles: StrideTiles | None = None,
+        compile_enabled: bool = False,
+        threads: int | None = None,
+    ) -> RankDecoder:
+        """Load ``source`` onto ``device`` (``cpu``, ``cuda``, ``cuda:0``).
+
+        Raises:
+            ConfigError: the source cannot be loaded, or ``tiles`` do not fit it.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        target = torch.device(device)
+        return cls(load_family(source, device=target, tiles=tiles), device=target, compile_enabled=compile_enabled)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._family.spec
+
+    def describe(self) -> dict[str, Any]:
+        """The model as ``/v1/models/{name}`` shows it: plain values only."""
+        spec, vae = self.spec, self._family.vae
+        return {
+            "family": spec.family,
+            "class_name": spec.class_name,
+            "config": _plain(self._family.config),
+            "dtype": str(self._family.dtype()).removeprefix("torch."),
+            "device": self._device.type,
+            "parameters": sum(parameter.numel() for parameter in vae.parameters()),
+            "latent_channels": spec.latent_channels,
+            "output_channels": spec.output_channels,
+            "spatial_compression_ratio": spec.spatial_ratio,
+            "temporal_compression_ratio": getattr(spec.frame_rule, "ratio", 1),
+            "frame_rule": spec.frame_rule.describe() if spec.frame_rule else "one frame",
+            "compile": {"active": self._decoder.active, "reason": self._decoder.reason},
+        }
+
+    def attach(self, communicator: Communicator) -> None:
+        """Join a group; the previous communicator is closed."""
+        self._communicator.close()
+        self._communicator = communicator
+
+    def abort(self) -> None:
+        """Make collectives of this rank and its peers fail soon; callable from another thread."""
+        self._communicator.abort()
+
+    def disable_compile(self, reason: str) -> None:
+        """Decode eagerly from now on."""
+        self._decoder.disable(reason)
+
+    def decode(
+        self,
+        plan: DecodePlan,
+        latents: np.ndarray,
+        dtype_name: str,
+        *,
+        denormalize: bool,
+        pixels: PixelFormat,
+        precision: str | None = None,
+    ) -> RankPart:
+        """Carry out this rank's part of ``plan``.
+
+        Args:
+            latents: the whole request's latents, of ``plan.latent_shape``; bfloat16 carried as uint16.
+            dtype_name: wire dtype of ``latents``.
+            denormalize: whether to apply the model's own statistics first.
+            pixels: dtype and range of the result.
+            precision: ``float32`` to run this decode with the weights cast up; None for the model's own dtype.
+
+        Raises:
+            CompileFailedError: compilation failed; nothing was decoded.
+            RankOutOfMemoryError: this rank or a peer ran out of device memory.
+            PeerFailedError: a peer failed before the parts were brought together.
+            UnshardableOperation: the model does something that cannot be sharded.
+            CommunicatorAborted, RuntimeError: a collective was interrupted.
+        """
+        attempt = _Attempt(self._family, self._communicator, self._device, plan, pixels, denormalize)
+        cast = _cast_up(self._family) if precision == "float32" else contextlib.nullcontext()
+        try:
+            with torch.inference_mode(), cast:
+                part = attempt.run(latents, dtype_name)
+        except torch.OutOfMemoryError as error:
+            self._leave(plan)
+            raise RankOutOfMemoryError(str(error)) from None
+        except (RankOutOfMemoryError, PeerFailedError):
+            # Agreed between the ranks: everybody left the attempt at the same place and the group is sound.
+            raise
+        except BaseException:
+            self._leave(plan)
+            raise
+        return RankPart(
+            array=part,
+            finite=attempt.finite,
+            digest=attempt.digest,
+            timings_ms=attempt.timings_ms,
+            compiled=self._decoder.active,
+        )
+
+    def _leave(self, plan: DecodePlan) -> None:
+        """Peers may wait for this rank in a collective that it will never join: let them fail now, not at a timeout."""
+        if plan.needs_group:
+            self._communicator.abort()
+
+
+class _Attempt:
+    """One decode on one rank."""
+
+    def __init__(
+        self,
+        family: Family,
+        communicator: Communicator,
+        device: torch.device,
+        plan: DecodePlan,
+        pixels: PixelFormat,
+        denormalize: bool,
+    ) -> None:
+        self._family = family
+        self._communicator = communicator
+        self._device = device
+        self._plan = plan
+        self._pixels = pixels
+        self._denormalize = denormalize
+        self._finite = torch.ones((), dtype=torch.bool, device=device)
+        self.finite = True
+        self.digest = ""
+        self.timings_ms: dict[str, float] = {}
+
+    @property
+    def rank(self) -> int:
+        return self._communicator.rank
+
+    def run(self, latents: np.ndarray, dtype_name: str) -> np.ndarray | None:
+        with self._timed("prepare"):
+            latents_BCTHW = self._prepare(latents, dtype_name)
+        with self._timed("decode"):
+            if self._plan.mode == "tile":
+                part = self._tiles(latents_BCTHW)
+            else:
+                part = self._exact(latents_BCTHW)
+        with self._timed("collect"):
+            part = self._collect(part)
+        with self._timed("to_host"):
+            self.finite = bool(self._finite)
+            if part is None:
+                return None
+            array = to_numpy(part)
+            if self._plan.collect == "broadcast":
+                self.digest = hashlib.blake2b(array.data, digest_size=16).hexdigest()
+                if self.rank != 0:
+                    return None
+            return self._as_sent(array)
+
+    @contextlib.contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.timings_ms[stage] = (time.perf_counter() - start) * 1e3
+
+    def _prepare(self, latents: np.ndarray, dtype_name: str) -> torch.Tensor:
+        """Latents (B,C,T,H,W) on the device, in the model's dtype, as ``vae.decode`` takes them."""
+        x = from_carrier(latents.reshape(self._plan.latent_shape), dtype_name).to(self._device, self._family.dtype())
+        if x.dim() == 4:
+            x = x.unsqueeze(2)
+        return self._family.denormalize(x) if self._denormalize else x
+
+    def _as_sent(self, array: np.ndarray) -> np.ndarray:
+        """Pixels with a frame dimension only where the latents had one."""
+        if len(self._plan.latent_shape) == 5:
+            return array
+        frame_dim = 1 if self._pixels.dtype == "uint8" else 2
+        return np.squeeze(array, axis=frame_dim)
+
+    # Exact modes
+
+    def _exact(self, latents_BCTHW: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part (5-D) of a direct, batch or spatial decode."""
+        plan = self._plan
+        if plan.axis in ("height", "width"):
+            return self._decode_band(latents_BCTHW, plan.axis)
+        if plan.mode == "direct":
+            # Alone unless the result is broadcast; then rank 0 decodes and the others wait for it.
+            band = None if plan.needs_group and self.rank != 0 else Band(0, latents_BCTHW.shape[0])
+        else:
+            band = plan.band(self.rank)
+        part = None
+        with self._agreeing():
+            if band is not None:
+                part = self._decode_items(latents_BCTHW[band.start : band.stop])
+        return part
+
+    def _decode_band(self, latents_BCTHW: torch.Tensor, axis: str) -> torch.Tensor:
+        band = self._plan.bands[self.rank]
+        dim = {"height": 3, "width": 4}[axis]
+        local_BCTHW = latents_BCTHW.narrow(dim, band.start, band.size).contiguous()
+        return self._decode_items(local_BCTHW, ShardedFrame(self._communicator, axis, self._plan.bands))
+
+    def _decode_items(self, latents_BCTHW: torch.Tensor, frame: ShardedFrame | None = None) -> torch.Tensor:
+        """Decode one item after the other, pass by pass, straight into the result."""
+        spec, wanted = self._family.spec, self._pixels
+        batch, _, _, height, width = latents_BCTHW.shape
+        extents = (batch, spec.output_channels, self._plan.output_frames, height * spec.spatial_ratio, width * spec.spatial_ratio)
+        out = torch.empty(pixel_shape(extents, wanted), dtype=TORCH_DTYPES[wanted.dtype], device=self._device)
+        frame_dim = 1 if wanted.dtype == "uint8" else 2
+        for item in range(batch):
+            start = 0
+            for pixels_BCFHW in self._passes(latents_BCTHW[item : item + 1], frame):
+                converted = self._convert(pixels_BCFHW)
+                frames = converted.shape[frame_dim]
+                out[item : item + 1].narrow(frame_dim, start, frames).copy_(converted)
+                start += frames
+        return out
+
+    def _passes(self, latents_BCTHW: torch.Tensor, frame: ShardedFrame | None) -> Iterator[torch.Tensor]:
+        """The decoder's passes; the halo rule holds while the decoder runs and not while its pixels are used."""
+        passes = self._family.decode(latents_BCTHW, self._plan.chunk)
+        while True:
+            with frame or contextlib.nullcontext():
+                pixels_BCFHW = next(passes, None)
+            if pixels_BCFHW is None:
+                return
+            yield pixels_BCFHW
+
+    def _convert(self, pixels_BCFHW: torch.Tensor) -> torch.Tensor:
+        self._finite &= torch.isfinite(pixels_BCFHW).all()
+        if self._pixels.range == "unit":
+            pixels_BCFHW = self._family.to_unit_range(pixels_BCFHW)
+        return convert(pixels_BCFHW, self._pixels)
+
+    # Tiles
+
+    def _tiles(self, latents_BCTHW: torch.Tensor) -> torch.Tensor | None:
+        """The whole picture on rank 0, None elsewhere."""
+        plan, family = self._plan, self._family
+        assert plan.tiles is not None
+        cells = [(row, column) for row in plan.tiles.rows for column in plan.tiles.columns]
+        jobs = [(part, *cell) for part in range(len(plan.owners) // len(cells)) for cell in cells]
+        done: dict[int, torch.Tensor] = {}
+        with self._agreeing():
+            for index, (part, row, column) in enumerate(jobs):
+                if plan.owners[index] == self.rank:
+                    tile = family.decode_tile(latents_BCTHW, part, row, column, plan.chunk)
+                    self._finite &= torch.isfinite(tile).all()
+                    done[index] = tile
+        if plan.ranks > 1:
+            shapes = [family.tile_shape(latents_BCTHW.shape, *job) for job in jobs]
+            self._gather_tiles(done, shapes, latents_BCTHW.dtype)
+        if self.rank != 0:
+            return None
+        merged = family.merge_tiles(plan, [done[index] for index in range(len(jobs))])
+        return self._convert(merged)
+
+    def _gather_tiles(
+        self, done: dict[int, torch.Tensor], shapes: list[tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
+        """Move every tile to rank 0, in tile order; shapes follow from the plan, so none are exchanged."""
+        if self.rank == 0:
+            buffers = [
+                (owner, index, torch.empty(shapes[index], dtype=dtype, device=self._device))
+                for index, owner in enumerate(self._plan.owners)
+                if owner != 0
+            ]
+            self._communicator.exchange([], [(owner, buffer) for owner, _, buffer in buffers])
+            done.update({index: buffer for _, index, buffer in buffers})
+        else:
+            self._communicator.exchange([(0, done[index].contiguous().to(dtype)) for index in sorted(done)], [])
+
+    # Bringing the parts together
+
+    @contextlib.contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """Work without collectives, then agree with all ranks on whether it succeeded before the next collective.
+
+        Without it a rank that ran out of memory would leave its peers waiting in the gather. The tensors of a failed
+        attempt are gone before anybody raises, because the error is raised outside the ``except``.
+        """
+        status, failure = _OK, ""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            status, failure = _OUT_OF_MEMORY, str(error)
+        except CompileFailedError as error:
+            status, failure = _COMPILE_FAILED, str(error)
+        except Exception as error:  # noqa: BLE001 - raised again below, after the peers know
+            status, failure = _FAILED, f"{type(error).__name__}: {error}"
+        statuses = self._communicator.agree(status) if self._plan.needs_group else [status]
+        if status == _OUT_OF_MEMORY:
+            raise RankOutOfMemoryError(failure)
+        if status == _COMPILE_FAILED:
+            raise CompileFailedError(failure)
+        if status == _FAILED:
+            raise RuntimeError(failure)
+        if any(statuses):
+            failed = [rank for rank, other in enumerate(statuses) if other]
+            raise PeerFailedError(f"rank {', '.join(map(str, failed))} failed while decoding its part")
+
+    def _collect(self, part: torch.Tensor | None) -> torch.Tensor | None:
+        """Leave the parts where they are, or bring the whole picture to rank 0, or to every rank."""
+        plan = self._plan
+        if plan.collect == "shards" or not plan.needs_group:
+            return part
+        if plan.axis is not None:
+            part = self._gather_parts(part, plan.axis)
+        if plan.collect == "rank0":
+            return part
+        whole = part.contiguous() if part is not None else self._empty(None)
+        self._communicator.broadcast(whole, 0)
+        return whole
+
+    def _gather_parts(self, part: torch.Tensor | None, axis: str) -> torch.Tensor | None:
+        if self.rank != 0:
+            if part is not None:
+                self._communicator.exchange([(0, part.contiguous())], [])
+            return None
+        assert part is not None
+        peers = [(rank, self._empty(band)) for rank, band in enumerate(self._plan.bands) if rank and band.size]
+        self._communicator.exchange([], peers)
+        return torch.cat([part, *(buffer for _, buffer in peers)], dim=axis_dim(axis, self._pixels))
+
+    def _empty(self, band: Band | None) -> torch.Tensor:
+        """A buffer for the pixels of ``band``, or for the whole picture."""
+        plan, spec = self._plan, self._family.spec
+        extents = [plan.latent_shape[0], spec.output_channels, plan.output_frames, plan.output_height, plan.output_width]
+        if band is not None:
+            index = {"batch": 0, "height": 3, "width": 4}[str(plan.axis)]
+            extents[index] = band.size * (1 if plan.axis == "batch" else spec.spatial_ratio)
+        return torch.empty(pixel_shape(extents, self._pixels), dtype=TORCH_DTYPES[self._pixels.dtype], device=self._device)
+
+
+@contextlib.contextmanager
+def _cast_up(family: Family) -> Iterator[None]:
+    """The model in float32 for the length of the context; half-precision weights come back bit by bit."""
+    own = {name: parameter.dtype for name, parameter in family.vae.named_parameters()}
+    family.vae.float()
+    try:
+        yield
+    finally:
+        for name, parameter in family.vae.named_parameters():
+            parameter.data = parameter.data.to(own[name])
+
+
+def _plain(value: Any) -> Any:
+    """JSON-able values of a diffusers config."""
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items() if not str(key).startswith("_")}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -1,0 +1,387 @@
+"""The halo rule: an unmodified decoder runs on one band of the frame, because padding means neighbour.
+
+On the sharded axis three functions are reinterpreted while a ``ShardedFrame`` is active:
+
+* padding (of a convolution, or ``F.pad``) by p asks for p rows of the neighbouring bands; only the outermost ranks see
+  the original padding. The convolution then runs valid on that axis.
+* ``group_norm`` merges the statistics of all bands.
+* ``scaled_dot_product_attention`` keeps its queries and gathers keys and values.
+
+Everything that acts on each position by itself passes through. Whatever else could mix positions raises
+``UnshardableOperation``: an uncovered operation must never fall through to a wrong picture. Code that only moves elements
+(views, slices, concatenation) is let through where it leaves the sharded axis alone; what a check of arguments cannot
+see, the start-up self-test (a sharded decode against an undivided one) does.
+
+Tensors meet in 4-D (B,C,H,W) and 5-D (B,C,T,H,W) inside one decoder, so the axis is counted from the end: height is -2,
+width is -1. Bands are uneven and never padded; every layer scales all extents by the same whole factor, so a band's
+extent at any depth is its latent extent times that factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from decode_service.decoding.communicator import Communicator
+from decode_service.planning.bands import Band
+
+# B batch, C channels, T latent frames, H height, W width, S sequence, D head channels, G groups, N elements of a group.
+
+AXIS_DIM = {"height": -2, "width": -1}
+
+
+class UnshardableOperation(RuntimeError):
+    """An operation that the halo rule does not cover; decoding it band by band could give a wrong picture."""
+
+
+class ShardedFrame(TorchFunctionMode):
+    """While active in this thread, tensors hold one band of the frame and operations see their neighbours.
+
+    Args:
+        communicator: the ranks that share the frame; used for nothing else meanwhile.
+        axis: ``height`` or ``width``.
+        bands: latent cells of every rank along the axis, none of them empty.
+
+    Attributes:
+        exchanges: collectives issued so far.
+    """
+
+    def __init__(self, communicator: Communicator, axis: str, bands: Sequence[Band]) -> None:
+        super().__init__()
+        if len(bands) != communicator.size:
+            raise ValueError(f"{communicator.size} ranks need as many bands, got {len(bands)}")
+        if min(band.size for band in bands) < 1:
+            raise ValueError("every rank needs at least one latent cell of the sharded axis")
+        self.dim = AXIS_DIM[axis]
+        self.axis = axis
+        self.exchanges = 0
+        self._communicator = communicator
+        self._sizes = [band.size for band in bands]
+        self._rank = communicator.rank
+        # Outputs of F.pad that carry halo rows, and how many: a convolution without padding of its own is right on
+        # these and wrong on everything else.
+        self._halos: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOCAL:
+            return func(*args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise UnshardableOperation(
+                f"{_name(func)} is not known to be exact on one band of a frame; decode this model with mode direct or tile"
+            )
+        return handler(self, func, *args, **kwargs)
+
+    # Communication
+
+    def extents(self, local_extent: int) -> list[int]:
+        """Extent of every rank's band at the depth where this rank's band has ``local_extent``."""
+        factor, remainder = divmod(local_extent, self._sizes[self._rank])
+        if remainder or factor < 1:
+            raise UnshardableOperation(
+                f"an extent of {local_extent} is not a multiple of this band's {self._sizes[self._rank]} latent cells"
+            )
+        return [size * factor for size in self._sizes]
+
+    def with_halo(self, x: torch.Tensor, before: int, after: int, mode: str = "constant", value: float = 0.0) -> torch.Tensor:
+        """``x`` with ``before`` and ``after`` rows of the neighbouring bands, and padding at the edges of the frame.
+
+        Args:
+            mode: what lies outside the frame: ``constant`` (``value``), ``replicate`` or ``reflect``.
+        """
+        dim = x.dim() + self.dim
+        extents = self.extents(x.shape[dim])
+        if min(extents) < max(before, after):
+            raise UnshardableOperation(
+                f"a halo of {max(before, after)} rows does not fit in a band of {min(extents)}: use fewer ranks"
+            )
+        last = len(extents) - 1
+        length = x.shape[dim]
+        shape = list(x.shape)
+        shape[dim] = before + length + after
+        padded = x.new_empty(shape)
+        padded.narrow(dim, before, length).copy_(x)
+        sends, receives, filled = [], [], []
+        if self._rank > 0:
+            if after:
+                sends.append((self._rank - 1, x.narrow(dim, 0, after).contiguous()))
+            if before:
+                filled.append((0, before, self._rank - 1))
+        if self._rank < last:
+            if before:
+                sends.append((self._rank + 1, x.narrow(dim, length - before, before).contiguous()))
+            if after:
+                filled.append((before + length, after, self._rank + 1))
+        for start, size, peer in filled:
+            shape[dim] = size
+            receives.append((peer, x.new_empty(shape)))
+        self._communicator.exchange(sends, receives)
+        self.exchanges += 1
+        for (start, size, _), (_, rows) in zip(filled, receives, strict=True):
+            padded.narrow(dim, start, size).copy_(rows)
+        if before and self._rank == 0:
+            padded.narrow(dim, 0, before).copy_(_outside(x, dim, before, mode, value, at_start=True))
+        if after and self._rank == last:
+            padded.narrow(dim, before + length, after).copy_(_outside(x, dim, after, mode, value, at_start=False))
+        return padded
+
+    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """``x`` of all ranks, concatenated in rank order along ``dim``, whose extent follows the bands."""
+        shape = list(x.shape)
+        parts = []
+        for extent in self.extents(x.shape[dim]):
+            shape[dim] = extent
+            parts.append(x.new_empty(shape))
+        parts[self._rank] = x.contiguous()
+        others = [peer for peer in range(len(parts)) if peer != self._rank]
+        self._communicator.exchange(
+            [(peer, parts[self._rank]) for peer in others], [(peer, parts[peer]) for peer in others]
+        )
+        self.exchanges += 1
+        return torch.cat(parts, dim)
+
+    # The three functions that see neighbours
+
+    def _pad(
+        self,
+        func: Callable[..., Any],
+        input: torch.Tensor,
+        pad: Sequence[int],
+        mode: str = "constant",
+        value: float | None = None,
+    ) -> torch.Tensor:
+        pads = list(pad)
+        index = 2 * (-1 - self.dim)
+        before, after = pads[index : index + 2] if index + 1 < len(pads) else (0, 0)
+        if not before and not after:
+            return func(input, pads, mode=mode, value=value)
+        if input.dim() < 4 or before < 0 or after < 0 or mode not in ("constant", "replicate", "reflect"):
+            raise UnshardableOperation(f"padding {pads} of mode {mode} on {input.dim()}-D bands is not covered")
+        x = self.with_halo(input, before, after, mode, value or 0.0)
+        pads[index] = pads[index + 1] = 0
+        if any(pads):
+            x = func(x, pads, mode=mode, value=value)
+        self._halos[x] = before + after
+        return x
+
+    def _conv(
+        self,
+        func: Callable[..., Any],
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | str | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> torch.Tensor:
+        spatial = weight.dim() - 2
+        index = spatial + self.dim
+        strides, dilations = _per_dim(stride, spatial), _per_dim(dilation, spatial)
+        if isinstance(padding, str):
+            raise UnshardableOperation(f"convolution padding {padding!r} is not covered; give it as numbers")
+        paddings = _per_dim(padding, spatial)
+        if index < 0:
+            raise UnshardableOperation("a 1-D convolution has no sharded axis of its own")
+        reach = dilations[index] * (weight.shape[2 + index] - 1)
+        if strides[index] != 1:
+            raise UnshardableOperation(f"a convolution with stride {strides[index]} on the sharded axis is not covered")
+        own = 2 * paddings[index]
+        if own + self._halos.get(input, 0) != reach:
+            raise UnshardableOperation(
+                f"a convolution that reaches over {reach} rows with padding {own} would change the band's extent"
+            )
+        if own:
+            input = self.with_halo(input, paddings[index], paddings[index])
+            paddings[index] = 0
+        return func(input, weight, bias, strides, paddings, dilations, groups)
+
+    def _group_norm(
+        self,
+        func: Callable[..., Any],
+        input: torch.Tensor,
+        num_groups: int,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> torch.Tensor:
+        batch, channels = input.shape[:2]
+        x_BGN = input.reshape(batch, num_groups, -1).float()
+        variance, mean = torch.var_mean(x_BGN, dim=-1, correction=0)
+        mean, variance = self._merge_moments(mean, variance, x_BGN.shape[-1])
+        scale = torch.rsqrt(variance + eps).unsqueeze(-1)
+        normalized = ((x_BGN - mean.unsqueeze(-1)) * scale).reshape(input.shape)
+        shape = [1, channels] + [1] * (input.dim() - 2)
+        if weight is not None:
+            normalized = normalized * weight.view(shape)
+        if bias is not None:
+            normalized = normalized + bias.view(shape)
+        return normalized.to(input.dtype)
+
+    def _merge_moments(
+        self, mean: torch.Tensor, variance: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and biased variance over all bands, from those of each band.
+
+        Source: the pairwise update of Chan, Golub and LeVeque (1979), applied in rank order, so that all ranks get the
+        same bits. Counts follow from the bands, so only the two moments travel.
+        """
+        gathered = self._communicator.all_gather(torch.stack([mean, variance]).contiguous())
+        self.exchanges += 1
+        counts = self.extents(count)
+        total = counts[0]
+        merged_mean, merged_m2 = gathered[0][0].double(), gathered[0][1].double() * total
+        for band_count, moments in zip(counts[1:], gathered[1:], strict=True):
+            delta = moments[0].double() - merged_mean
+            joint = total + band_count
+            merged_mean = merged_mean + delta * (band_count / joint)
+            merged_m2 = merged_m2 + moments[1].double() * band_count + delta.square() * (total * band_count / joint)
+            total = joint
+        return merged_mean.to(mean.dtype), (merged_m2 / total).to(mean.dtype)
+
+    def _attention(
+        self,
+        func: Callable[..., Any],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if attn_mask is not None or is_causal:
+            raise UnshardableOperation("masked attention needs the geometry of its mask, which is not covered")
+        # One message for both: keys and values have the same shape in every decoder here, but need not.
+        if key.shape == value.shape:
+            key, value = self.gather(torch.stack([key, value]), key.dim() - 1).unbind(0)
+        else:
+            key, value = self.gather(key, key.dim() - 2), self.gather(value, value.dim() - 2)
+        return func(query, key, value, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
+
+    # Functions that are local for some arguments only
+
+    def _interpolate(
+        self,
+        func: Callable[..., Any],
+        input: torch.Tensor,
+        size: Any = None,
+        scale_factor: Any = None,
+        mode: str = "nearest",
+        align_corners: bool | None = None,
+        recompute_scale_factor: bool | None = None,
+        antialias: bool = False,
+    ) -> torch.Tensor:
+        factors = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor]
+        whole = size is None and all(factor is not None and float(factor).is_integer() for factor in factors)
+        if mode not in ("nearest", "nearest-exact") or not whole:
+            raise UnshardableOperation(f"{mode} resizing to {size or scale_factor} mixes rows of neighbouring bands")
+        return func(input, scale_factor=scale_factor, mode=mode)
+
+    def _normalize(
+        self, func: Callable[..., Any], input: torch.Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+    ) -> torch.Tensor:
+        tokens = input.dim() == 3 and dim in (-1, 2)
+        if dim != 1 and not tokens:
+            raise UnshardableOperation(f"normalizing over dimension {dim} is local only over channels")
+        return func(input, p=p, dim=dim, eps=eps)
+
+    def _last_dim(self, func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Functions of the last dimension, which is channels for tokens (B,S,C) and may be the width otherwise."""
+        if input.dim() > 3:
+            raise UnshardableOperation(f"{_name(func)} on {input.dim()}-D bands may run over the sharded axis")
+        return func(input, *args, **kwargs)
+
+    def _dropout(
+        self, func: Callable[..., Any], input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if training and p:
+            raise UnshardableOperation("dropout draws different numbers on every rank; put the model in eval mode")
+        return input
+
+    def _getitem(self, func: Callable[..., Any], x: torch.Tensor, index: Any) -> torch.Tensor:
+        entries = index if isinstance(index, tuple) else (index,)
+        if x.dim() >= 4 and Ellipsis not in entries and len(entries) <= x.dim():
+            position = x.dim() + self.dim
+            if position < len(entries) and entries[position] != slice(None):
+                raise UnshardableOperation(f"slicing the sharded axis by {entries[position]} would lose rows of the band")
+        return func(x, index)
+
+
+def _outside(x: torch.Tensor, dim: int, rows: int, mode: str, value: float, *, at_start: bool) -> torch.Tensor:
+    """``rows`` rows beyond the edge of the frame, as ``F.pad`` makes them."""
+    length = x.shape[dim]
+    shape = list(x.shape)
+    shape[dim] = rows
+    if mode == "constant":
+        return x.new_full(shape, value)
+    if mode == "replicate":
+        return x.narrow(dim, 0 if at_start else length - 1, 1).expand(shape)
+    if length <= rows:
+        raise UnshardableOperation(f"reflecting {rows} rows needs a band of more than {rows}, got {length}")
+    return x.narrow(dim, 1 if at_start else length - 1 - rows, rows).flip(dim)
+
+
+def _per_dim(value: int | Sequence[int], count: int) -> list[int]:
+    return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func))
+
+
+def _resolve(names: str) -> set[Any]:
+    """The functions of these names in ``torch``, ``torch.Tensor`` (in-place forms too) and ``torch.nn.functional``."""
+    found: set[Any] = set()
+    for name in names.split():
+        for owner in (torch, torch.Tensor, F):
+            for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__"):
+                function = getattr(owner, form, None)
+                if callable(function):
+                    found.add(function)
+    return found
+
+
+# Each output element depends on the input elements at the same position only.
+_POINTWISE = _resolve(
+    "abs add addcmul addcdiv bool clamp clamp_max clamp_min clip clone contiguous copy cos detach div double eq elu exp "
+    "float ge gelu gt half hardsigmoid hardswish isfinite le leaky_relu log lt maximum minimum mish mul ne neg pow relu "
+    "relu6 rsqrt rsub sigmoid silu sin softplus sqrt square sub tanh to truediv true_divide type type_as where bfloat16"
+)
+# Elements move or are created, none is computed from another position. Slicing has a check of its own.
+_LAYOUT = _resolve(
+    "broadcast_to cat chunk concat empty_like expand expand_as flatten full_like movedim new_empty new_full new_ones "
+    "new_zeros ones_like permute repeat_interleave reshape reshape_as split squeeze stack swapaxes transpose unbind "
+    "unflatten unsqueeze view view_as zeros_like"
+)
+_QUERIES = _resolve("dim element_size get_device is_complex is_contiguous is_floating_point numel size stride")
+_QUERIES |= {
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "is_nested", "is_mps", "is_cpu")
+}
+_LOCAL = frozenset(_POINTWISE | _LAYOUT | _QUERIES)
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.pad: ShardedFrame._pad,
+    torch.conv1d: ShardedFrame._conv,
+    torch.conv2d: ShardedFrame._conv,
+    torch.conv3d: ShardedFrame._conv,
+    F.group_norm: ShardedFrame._group_norm,
+    F.scaled_dot_product_attention: ShardedFrame._attention,
+    F.interpolate: ShardedFrame._interpolate,
+    F.normalize: ShardedFrame._normalize,
+    F.linear: ShardedFrame._last_dim,
+    F.layer_norm: ShardedFrame._last_dim,
+    F.rms_norm: ShardedFrame._last_dim,
+    F.dropout: ShardedFrame._dropout,
+    torch.Tensor.__getitem__: ShardedFrame._getitem,
+}

@@ -1,0 +1,260 @@
+"""The planner: (model, latent shape, group size, policy, wish) -> ``DecodePlan``, as one pure function.
+
+``auto`` decides in this order: a tile-only model is tiled; several items are divided over the ranks; a frame small
+enough for one rank is decoded by one; otherwise the longer axis with at least as many latent rows as ranks is sharded,
+width on ties; otherwise tiles. A forced mode is never reinterpreted silently: where it cannot run, the plan falls back to
+tiles and says so, and ``strict`` makes that an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decode_service.errors import InvalidLatentsError, InvalidRequestError, UnsupportedModeError
+from decode_service.planning.bands import Band, split
+from decode_service.planning.plan import COLLECTS, MODES, SHARD_AXIS, Axis, Collect, DecodePlan, Mode
+from decode_service.planning.spec import ModelSpec
+from decode_service.planning.tiles import TileGrid, assign_largest_first
+
+MAX_OPERAND_ELEMENTS = 2**31 - 1
+
+# Latent channels by which people recognise a VAE; used only to say which model a request was probably meant for.
+LIKELY_VAES = {
+    4: "SD 1/2, SDXL or another 4-channel AutoencoderKL",
+    12: "Mochi",
+    16: "Wan 2.1 (also the Wan 2.2 14B models), Qwen-Image, FLUX.1, SD3, HunyuanVideo or CogVideoX",
+    24: "MiniMax-H3",
+    32: "FLUX.2, HunyuanVideo 1.5 or DC-AE",
+    48: "Wan 2.2 5B (TI2V)",
+    64: "packed FLUX.1 or Qwen-Image latents; unpack them first",
+    128: "LTX-Video, or packed FLUX.2 latents",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The operator's choices; see ``decode_service.config.PolicyConfig`` for their meaning."""
+
+    mode: str = "auto"
+    direct_max_pixels: int = 512 * 512
+    strict: bool = False
+    chunk: int = 1
+    collect: str = "shards"
+
+
+def validate_latents(spec: ModelSpec, shape: tuple[int, ...]) -> None:
+    """Check that ``spec`` can decode latents of ``shape``.
+
+    Raises:
+        InvalidLatentsError: saying which shape would be right and, for a wrong channel count, the likely VAE.
+    """
+    layouts = {4: "(B,C,H,W)", 5: "(B,C,T,H,W)"}
+    allowed = spec.latent_ndims()
+    wanted = " or ".join(f"{ndim}-D {layouts[ndim]}" for ndim in reversed(allowed))
+    if len(shape) not in allowed:
+        raise InvalidLatentsError(
+            f"{spec.name} ({spec.class_name}) takes {wanted} latents, got {len(shape)} dimensions {list(shape)}",
+            param="latents.shape",
+        )
+    if min(shape) < 1:
+        raise InvalidLatentsError(f"every extent must be at least 1, got {list(shape)}", param="latents.shape")
+    channels = shape[1]
+    if channels != spec.latent_channels:
+        likely = LIKELY_VAES.get(channels)
+        hint = f"; {channels} channels are usual for {likely}" if likely else ""
+        if len(shape) == 5 and shape[2] == spec.latent_channels:
+            hint = "; dimensions 1 and 2 look swapped: send (B,C,T,H,W)"
+        raise InvalidLatentsError(
+            f"{spec.name} ({spec.class_name}) expects {spec.latent_channels} latent channels in dimension 1, "
+            f"got {channels} in {list(shape)}{hint}",
+            param="latents.shape",
+        )
+    if len(shape) == 5 and spec.frame_rule is not None:
+        problem = spec.frame_rule.problem(shape[2])
+        if problem:
+            raise InvalidLatentsError(f"{spec.name} cannot decode {shape[2]} latent frames: {problem}", param="latents.shape")
+
+
+def make_plan(
+    spec: ModelSpec,
+    latent_shape: tuple[int, ...],
+    *,
+    group_size: int,
+    policy: Policy,
+    mode: str = "auto",
+    strict: bool | None = None,
+    collect: str | None = None,
+    chunk: int | None = None,
+) -> DecodePlan:
+    """Decide how latents of ``latent_shape`` are decoded by a group of ``group_size`` ranks.
+
+    Args:
+        mode: ``auto`` or one of ``MODES``; ``auto`` takes the policy's mode.
+        strict: whether a forced mode that cannot run is an error; None takes the policy's.
+        collect: one of ``COLLECTS``; None takes the policy's.
+        chunk: latent frames per decoder pass after the first; None takes the policy's.
+
+    Raises:
+        InvalidLatentsError: the shape does not fit the model.
+        InvalidRequestError: an argument is not one of its values.
+        UnsupportedModeError: the forced mode cannot run and falling back is not allowed, or nothing fits.
+    """
+    validate_latents(spec, latent_shape)
+    wished = policy.mode if mode == "auto" else mode
+    if wished != "auto" and wished not in MODES:
+        raise InvalidRequestError(f"mode must be auto or one of {', '.join(MODES)}, got {mode!r}", param="mode")
+    how = policy.collect if collect is None else collect
+    if how not in COLLECTS:
+        raise InvalidRequestError(f"collect must be one of {', '.join(COLLECTS)}, got {how!r}", param="collect")
+    if chunk is not None and chunk < 1:
+        raise InvalidRequestError(f"chunk must be at least 1 latent frame, got {chunk}", param="chunk")
+
+    planner = _Planner(spec, latent_shape, group_size, policy, how, policy.chunk if chunk is None else chunk)
+    if wished == "auto":
+        return planner.auto()
+    return planner.forced(wished, policy.strict if strict is None else strict)
+
+
+class _Planner:
+    """One planning problem; every method is a pure function of the constructor's arguments."""
+
+    def __init__(
+        self, spec: ModelSpec, shape: tuple[int, ...], group_size: int, policy: Policy, collect: str, chunk: int
+    ) -> None:
+        self.spec = spec
+        self.shape = shape
+        self.size = group_size
+        self.policy = policy
+        self.collect = collect
+        self.frames, self.height, self.width = spec.output_extents(shape)
+        self.latent_frames = shape[2] if len(shape) == 5 else 1
+        self.chunk = chunk if spec.chunked else 1
+
+    def auto(self) -> DecodePlan:
+        if self.spec.tile_only:
+            return self.tile("the model decodes by its own tiles only")
+        if self.shape[0] > 1 and self.size > 1 and not self.problem("batch"):
+            return self.divided("batch", f"{self.shape[0]} items over {self.size} ranks")
+        direct_problem = self.problem("direct")
+        pixels = self.height * self.width
+        if not direct_problem and pixels <= self.policy.direct_max_pixels:
+            return self.direct(f"a frame of {pixels} pixels is within direct_max_pixels ({self.policy.direct_max_pixels})")
+        if self.size == 1 and not direct_problem:
+            return self.direct("a group of one rank")
+        for candidate in self.axes_by_length():
+            if not self.problem(candidate):
+                rows = self.shape[-2] if candidate == "spatial_shard_height" else self.shape[-1]
+                axis = SHARD_AXIS[candidate]
+                return self.divided(candidate, f"{axis} is the longest axis that {self.size} ranks can share: {rows} latent cells")
+        problems = "; ".join(
+            dict.fromkeys(filter(None, (self.problem(m) for m in ("direct", *self.axes_by_length()))))
+        )
+        return self.tile(f"no exact mode can run: {problems}")
+
+    def forced(self, mode: str, strict: bool) -> DecodePlan:
+        problem = self.problem(mode)
+        if problem is None:
+            reason = "asked for"
+            if mode == "tile":
+                return self.tile(reason)
+            if mode == "direct":
+                return self.direct(reason)
+            return self.divided(mode, reason)
+        if self.spec.tile_only and mode.startswith("spatial_shard"):
+            # Not a matter of size: no request to this model can ever be sharded, so falling back would hide a mistake.
+            raise UnsupportedModeError(f"{mode} is not possible for {self.spec.name}: {problem}; use tile or auto", param="mode")
+        if strict:
+            raise UnsupportedModeError(f"{mode} cannot decode this request: {problem}", param="mode")
+        return self.tile("the mode that was asked for cannot run", fallback=f"{mode} cannot run: {problem}")
+
+    def axes_by_length(self) -> tuple[str, str]:
+        """Both spatial modes, the longer axis first, width on ties."""
+        if self.shape[-2] > self.shape[-1]:
+            return "spatial_shard_height", "spatial_shard_width"
+        return "spatial_shard_width", "spatial_shard_height"
+
+    def problem(self, mode: str) -> str | None:
+        """Why ``mode`` cannot decode this request, or None."""
+        spec = self.spec
+        if mode == "tile":
+            return None
+        if spec.tile_only:
+            return f"{spec.class_name} decodes by its own tiles only; {spec.no_exact_axes_reason}"
+        rows = 1.0
+        if mode == "batch":
+            if self.shape[0] < 2:
+                return "batch divides items over ranks, and there is one item"
+        elif mode.startswith("spatial_shard"):
+            axis = SHARD_AXIS[mode]
+            if axis not in spec.exact_axes:
+                return spec.no_exact_axes_reason or f"{spec.class_name} cannot be sharded along the {axis}"
+            if self.size < 2:
+                return "the group has one rank"
+            cells = self.shape[-2] if axis == "height" else self.shape[-1]
+            if cells < self.size:
+                return f"{cells} latent cells of {axis} are fewer than {self.size} ranks"
+            rows = split(cells, self.size)[0].size / cells
+        elements = self.operand_elements(rows)
+        if elements > MAX_OPERAND_ELEMENTS:
+            return (
+                f"its widest operand would have {elements:.2e} elements, over the {MAX_OPERAND_ELEMENTS} "
+                "that PyTorch's kernels can index"
+            )
+        return None
+
+    def operand_elements(self, share: float) -> int:
+        """Elements of the widest operand of one pass over ``share`` of the frame; items of a batch go one by one."""
+        later_frames = min(self.chunk, self.latent_frames - 1)
+        per_pixel = max(self.spec.operand_per_pixel_first, self.spec.operand_per_pixel * later_frames)
+        return int(per_pixel * self.height * self.width * share)
+
+    def direct(self, reason: str) -> DecodePlan:
+        return self.plan("direct", 1, None, (), reason)
+
+    def divided(self, mode: str, reason: str) -> DecodePlan:
+        """A plan that divides the batch, the height or the width."""
+        axis = SHARD_AXIS[mode]
+        extent = {"batch": self.shape[0], "height": self.shape[-2], "width": self.shape[-1]}[axis]
+        ranks = min(self.size, extent)
+        return self.plan(mode, ranks, axis, split(extent, ranks), reason)
+
+    def tile(self, reason: str, *, fallback: str | None = None) -> DecodePlan:
+        grid = self.spec.tiles.grid(self.shape[-2], self.shape[-1], self.spec.spatial_ratio, self.spec.decoder_ratio)
+        work = grid.areas() * self.spec.tile_parts(self.shape)
+        ranks = min(self.size, len(work))
+        owners = assign_largest_first(work, ranks)
+        return self.plan("tile", ranks, None, (), reason, fallback=fallback, grid=grid, owners=owners)
+
+    def plan(
+        self,
+        mode: str,
+        ranks: int,
+        axis: Axis | None,
+        bands: tuple[Band, ...],
+        reason: str,
+        *,
+        fallback: str | None = None,
+        grid: TileGrid | None = None,
+        owners: tuple[int, ...] = (),
+    ) -> DecodePlan:
+        chosen: Mode = mode  # type: ignore[assignment]
+        how: Collect = self.collect  # type: ignore[assignment]
+        # A model whose contract is tiles is exact in them; so is a single tile.
+        exact = grid is None or self.spec.tile_only or grid.count == 1
+        return DecodePlan(
+            mode=chosen,
+            ranks=ranks,
+            axis=axis,
+            bands=bands,
+            chunk=self.chunk,
+            collect=how,
+            reason=reason,
+            fallback=fallback,
+            exact=exact,
+            tiles=grid,
+            owners=owners,
+            latent_shape=self.shape,
+            output_frames=self.frames,
+            output_height=self.height,
+            output_width=self.width,
+        )

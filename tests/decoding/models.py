@@ -1,0 +1,68 @@
+"""Tiny random models of every family, written with diffusers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import diffusers
+import torch
+
+STATISTICS = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.5, 2.0, 1.0]}
+
+
+def wan21() -> diffusers.AutoencoderKLWan:
+    return diffusers.AutoencoderKLWan(base_dim=8, z_dim=4, num_res_blocks=1, **STATISTICS)
+
+
+def wan22() -> diffusers.AutoencoderKLWan:
+    return diffusers.AutoencoderKLWan(
+        base_dim=8,
+        decoder_base_dim=8,
+        z_dim=4,
+        num_res_blocks=1,
+        is_residual=True,
+        patch_size=2,
+        in_channels=12,
+        out_channels=12,
+        scale_factor_spatial=16,
+        **STATISTICS,
+    )
+
+
+def qwen_image() -> diffusers.AutoencoderKLQwenImage:
+    return diffusers.AutoencoderKLQwenImage(base_dim=8, z_dim=4, num_res_blocks=1, **STATISTICS)
+
+
+def minimax_h3() -> diffusers.AutoencoderKLMiniMaxH3:
+    model = diffusers.AutoencoderKLMiniMaxH3(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+        decoder_num_layers=2,
+        decoder_num_attention_heads=2,
+        decoder_attention_head_dim=16,
+        **STATISTICS,
+    )
+    # Zero-initialised residual scales would leave the transformer blocks without effect.
+    with torch.no_grad():
+        for block in model.decoder.transformer_blocks:
+            block.scale1.fill_(0.5)
+            block.scale2.fill_(0.5)
+    return model
+
+
+BUILDERS = {"wan21": wan21, "wan22": wan22, "qwen_image": qwen_image, "minimax_h3": minimax_h3}
+
+
+def save(name: str, folder: Path) -> torch.nn.Module:
+    """Write the model ``name`` to ``folder`` in diffusers layout, and return it."""
+    torch.manual_seed(7)
+    model = BUILDERS[name]().eval().requires_grad_(False)
+    # Random initial weights give pictures near zero, on which a wrong halo could hide within any tolerance.
+    with torch.no_grad():
+        for parameter in model.decoder.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(1.2)
+    model.save_pretrained(folder)
+    return model
