@@ -1,0 +1,92 @@
+"""The routes beside /decode."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from decode_client.wire import FORMATS, MODES
+
+from decode_service.http.replies import MAX_PLAN_HEADER_CHARS, plan_header
+from decode_service.http.requests import PlanRequest
+
+
+def test_probes(client):
+    assert client.get("/healthz").json() == {"status": "ok"}
+    assert client.get("/readyz").json() == {"ready": True, "state": "ready", "warnings": []}
+    assert client.get("/readyz", headers={"X-Request-Id": "probe"}).headers["x-request-id"] == "probe"
+
+
+def test_models_are_listed_and_described_also_with_a_slash_in_the_name(client, service):
+    assert client.get("/v1/models").json() == {"models": [service.describe()]}
+    assert client.get("/v1/models/lab/nearest").json() == service.describe()
+    reply = client.get("/v1/models/lab/other")
+    assert reply.status_code == 404
+    assert "lab/nearest" in reply.json()["error"]["message"]
+
+
+def test_plan_shows_the_plan_without_decoding(client, service):
+    reply = client.post("/plan", json={"shape": [1, 4, 3, 6, 10], "model": "lab/nearest", "chunk": 2, "strict": True})
+    assert reply.status_code == 200
+    assert reply.json() == {"plan": service.plan((1, 4, 3, 6, 10), chunk=2).public()}
+    assert not service.jobs
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "hint"),
+    [
+        (b"", 400, None, "JSON"),
+        (b"{", 400, None, "JSON"),
+        (b"\xff\xfe", 400, None, "JSON"),
+        (b"[" * 60000, 400, None, "JSON"),
+        (b"[1, 4]", 422, None, "shape"),
+        (b"{}", 422, "shape", "required"),
+        (b'{"shape": []}', 422, "shape", "1"),
+        (b'{"shape": "1,4"}', 422, "shape", "tuple"),
+        (b'{"shape": [1, 4, 6.5, 10]}', 422, "shape.2", "integer"),
+        (b'{"shape": [true, 4, 6, 10]}', 422, "shape.0", "integer"),
+        (b'{"shape": [1, 4, 0, 10]}', 422, "shape.2", "1"),
+        (b'{"shape": [1, 4, 99999999999999999999, 10]}', 422, "shape.2", "less"),
+        (b'{"shape": [1, 4, 2000000000, 2000000000]}', 422, "latents.shape", "pixels"),
+        (b'{"shape": [1, 16, 6, 10]}', 422, "latents.shape", "4"),
+        (b'{"shape": [1, 4, 6, 10], "mdoe": "tile"}', 422, "mdoe", "'mode'"),
+        (b'{"shape": [1, 4, 6, 10], "mode": "tiles"}', 422, "mode", "'tile'"),
+        (b'{"shape": [1, 4, 6, 10], "strict": "yes"}', 422, "strict", "boolean"),
+        (b'{"shape": [1, 4, 6, 10], "model": "wan"}', 404, "model", "lab/nearest"),
+        (b'{"shape": [' + b"1," * 40000 + b"1]}", 413, None, "65536"),
+    ],
+)
+def test_plan_says_what_is_wrong(client, body, status, param, hint):
+    reply = client.post("/plan", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == status, reply.text
+    assert reply.json()["error"]["param"] == param
+    assert hint in reply.json()["error"]["message"]
+
+
+def test_the_openapi_document_describes_the_msgpack_request(client):
+    document = client.get("/openapi.json").json()
+    operation = document["paths"]["/decode"]["post"]
+    schema = operation["requestBody"]["content"]["application/msgpack"]["schema"]
+    assert schema["properties"]["mode"]["enum"] == list(MODES)
+    assert schema["properties"]["output"]["properties"]["format"]["enum"] == list(FORMATS)
+    assert "application/msgpack" in operation["responses"]["200"]["content"]
+    assert "video/mp4" in operation["responses"]["200"]["content"]
+    assert client.get("/docs").status_code == 200
+
+
+def test_plan_requests_know_the_modes_of_the_wire():
+    assert set(PlanRequest.model_json_schema()["properties"]["mode"]["enum"]) == set(MODES)
+
+
+def test_a_long_plan_still_fits_a_header():
+    plan = {
+        "mode": "tile",
+        "reason": "a long reason \N{SNOWMAN} " * 200,
+        "bands": [[i, 1] for i in range(2000)],
+        "tiles": {"rows": 100, "columns": 100, "owners": [7] * 10000},
+    }
+    text = plan_header(plan)
+    assert len(text) <= MAX_PLAN_HEADER_CHARS
+    assert text.isascii()
+    assert json.loads(text)["tiles"] == {"rows": 100, "columns": 100}
+    assert len(plan["tiles"]["owners"]) == 10000
