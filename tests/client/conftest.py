@@ -69,6 +69,7 @@ def file_answer(content_type: str, body: bytes) -> Answer:
         "Content-Type": content_type,
         "X-Decode-Plan": json.dumps({"mode": "tile", "ranks": 2}),
         "X-Decode-Model": "demo",
+        "X-Decode-Shape": "[1,5,16,24,3]",
         "Server-Timing": 'queue;dur=0.5, decode;dur=12.25;desc="all ranks", cached',
     }
     return Answer(headers=headers, body=body)

@@ -76,7 +76,7 @@ class TestDecode:
         assert result.content == b"a film"
         assert result.plan == {"mode": "tile", "ranks": 2}
         assert result.timings == {"queue": 0.5, "decode": 12.25}
-        assert (result.model, result.shape, result.dtype) == ("demo", None, None)
+        assert (result.model, result.shape, result.dtype) == ("demo", (1, 5, 16, 24, 3), None)
         assert result.save(tmp_path / "clip.mp4").read_bytes() == b"a film"
 
     def test_path_prefix_key_and_headers_are_sent(self, service: Any, call: Any) -> None:

@@ -498,12 +498,22 @@ def decode_result(reply: Reply, request: DecodeRequest, request_id: str) -> Deco
         body=reply.body,
         pixels=pixels,
         range=output.range,
+        shape=parse_shape(reply.headers.get("x-decode-shape", "")),
         plan=plan,
         timings=timings,
         model=model,
         request_id=known_id,
         digests=digests,
     )
+
+
+def parse_shape(value: str) -> list[int] | None:
+    """Extents from an ``X-Decode-Shape`` header, a JSON list; None where it is not one."""
+    try:
+        shape = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    return shape if isinstance(shape, list) and all(type(extent) is int for extent in shape) else None
 
 
 def parse_server_timing(value: str) -> dict[str, float]:

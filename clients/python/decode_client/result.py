@@ -45,6 +45,7 @@ class DecodeResult:
         body: bytes | bytearray,
         pixels: WireTensor | None,
         range: str = "unit",
+        shape: Sequence[int] | None = None,
         plan: Mapping[str, Any] | None = None,
         timings: Mapping[str, float] | None = None,
         model: str | None = None,
@@ -61,6 +62,7 @@ class DecodeResult:
         self._body = body
         self._pixels = pixels
         self._range = range
+        self._shape = None if shape is None else tuple(shape)
 
     def __repr__(self) -> str:
         what = f"{len(self._body)} bytes" if self._pixels is None else f"{self.dtype} {self.shape}"
@@ -73,11 +75,11 @@ class DecodeResult:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Extents of the pixels, or None for a file.
+        """Extents of the decoded pixels; of a file, those that were encoded, or None where the service does not say.
 
         uint8 has channels last, [B,H,W,C] or [B,F,H,W,C]; float dtypes have them first, [B,C,H,W] or [B,C,F,H,W].
         """
-        return None if self._pixels is None else self._pixels.shape
+        return self._shape if self._pixels is None else self._pixels.shape
 
     @property
     def dtype(self) -> str | None:
