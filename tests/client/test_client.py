@@ -163,7 +163,7 @@ class TestWaitUntilReady:
         started = time.monotonic()
         with pytest.raises(NotReadyError, match=r"0\.2 s.*loading; weights are large") as caught:
             call(service.url, "wait_until_ready", 0.2, poll_s=0.02)
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 5
         assert isinstance(caught.value, TimeoutError)
 
     def test_gives_up_on_an_address_where_nothing_listens(self, call: Any) -> None:
@@ -363,14 +363,14 @@ class TestRetries:
         service.script = [answers.plain(503, {"Retry-After": "1"})]
         started = time.monotonic()
         call(service.url, "decode", LATENTS)
-        assert 1 <= time.monotonic() - started < 4
+        assert 1 <= time.monotonic() - started < 10
 
     def test_wait_until_the_date_that_the_server_names(self, service: Any, call: Any, answers: Any) -> None:
         at = email.utils.formatdate(time.time() + 2, usegmt=True)
         service.script = [answers.plain(429, {"Retry-After": at})]
         started = time.monotonic()
         call(service.url, "decode", LATENTS)
-        assert 0.9 <= time.monotonic() - started < 5
+        assert 0.9 <= time.monotonic() - started < 10
 
     def test_do_not_happen_when_the_server_asks_for_longer(self, service: Any, call: Any, answers: Any) -> None:
         service.script = [answers.error(503, "not_ready", **{"Retry-After": "61"})]
@@ -410,8 +410,8 @@ class TestDeadlines:
         service.script = [answers.error(503, "queue_full", **{"Retry-After": "30"})]
         started = time.monotonic()
         with pytest.raises(QueueFullError):
-            call(service.url, "decode", LATENTS, deadline_s=2)
-        assert time.monotonic() - started < 1.5
+            call(service.url, "decode", LATENTS, deadline_s=20)
+        assert time.monotonic() - started < 15
         assert len(service.seen) == 1
 
     def test_every_attempt_says_what_is_left(self, service: Any, call: Any, answers: Any) -> None:
@@ -421,20 +421,20 @@ class TestDeadlines:
         assert 200 <= first - second < 5000
 
     def test_the_client_stops_waiting_at_the_deadline(self, service: Any, call: Any, answers: Any) -> None:
-        service.script = [answers.plain(before=lambda: time.sleep(1))]
+        service.script = [answers.plain(before=lambda: time.sleep(6))]
         started = time.monotonic()
         with pytest.raises(TimedOutError) as caught:
             call(service.url, "decode", LATENTS, deadline_s=0.2)
-        assert time.monotonic() - started < 0.9
+        assert time.monotonic() - started < 5
         assert isinstance(caught.value, TimeoutError)
         assert len(service.seen) == 1
 
     def test_a_reply_that_drips_does_not_outlast_the_timeout(self, service: Any, call: Any, answers: Any) -> None:
-        service.script = [answers.plain(body=bytes(16 * 100), drip_s=0.05)]
+        service.script = [answers.plain(body=bytes(16 * 1000), drip_s=0.05)]
         started = time.monotonic()
         with pytest.raises(TimedOutError, match="still arriving"):
             call(service.url, "decode", LATENTS, timeout=0.3)
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 20
 
     def test_a_timeout_is_not_tried_again(self, service: Any, call: Any, answers: Any) -> None:
         service.script = [answers.plain(before=lambda: time.sleep(0.6))] * 3

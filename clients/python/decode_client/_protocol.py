@@ -332,17 +332,21 @@ def wait_until_ready_flow(settings: Settings, timeout_s: float, poll_s: float = 
     if not timeout_s > 0 or not poll_s > 0:
         raise ValueError(f"timeout_s and poll_s must be above 0 seconds, got {timeout_s} and {poll_s}")
     give_up_at = time.monotonic() + timeout_s
+    said: str | None = None
     while True:
         left_s = give_up_at - time.monotonic()
         problem = yield from _probe(settings, "/readyz", max(0.05, min(PROBE_TIMEOUT_S, left_s)))
         if problem is None:
             return
+        said = problem.message if isinstance(problem, APIStatusError) else said
         if time.monotonic() + poll_s >= give_up_at:
-            raise NotReadyError(f"{settings.shown_url} was not ready within {timeout_s:g} s: {problem}")
+            # The last probe may have had too little time for an answer; what the service said before still helps.
+            before = "" if said in (None, problem.message) else f"; before that it said: {said}"
+            raise NotReadyError(f"{settings.shown_url} was not ready within {timeout_s:g} s: {problem.message}{before}")
         yield Sleep(poll_s)
 
 
-def _probe(settings: Settings, path: str, timeout_s: float) -> Flow[str | None]:
+def _probe(settings: Settings, path: str, timeout_s: float) -> Flow[DecodeError | None]:
     """Ask once; None where the answer is yes, else what stands in the way.
 
     404 counts as "not yet": a service answers that way while its application is still being deployed.
@@ -355,10 +359,8 @@ def _probe(settings: Settings, path: str, timeout_s: float) -> Flow[str | None]:
         yield from exchange(replace(settings, max_retries=0), call)
     except AuthError:
         raise
-    except APIStatusError as error:
-        return f"{error.status}: {error.message}"
     except DecodeError as error:
-        return error.message
+        return error
     return None
 
 
