@@ -36,7 +36,7 @@ class DecodeService:
     back-pressure would then apply to the ingress only.
     """
 
-    async def __init__(self, config: ServiceConfig) -> None:
+    async def __init__(self, config: ServiceConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_like_serve()
         # Before anything that can fail: Serve calls __del__ on what is half built, too.
         self._engine = DecodeEngine(RayGroup(config), config)

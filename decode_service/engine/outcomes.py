@@ -66,7 +66,8 @@ async def settle(
     finally:
         if watchdog is not None:
             watchdog.cancel()
-        for future in [*ranks, *([watchdog] if watchdog else [])]:
+        everything: list[asyncio.Future[Any]] = [*ranks, *([watchdog] if watchdog else [])]
+        for future in everything:
             # Answers that arrive later are nobody's, and asyncio must not complain that they were never read.
             future.add_done_callback(lambda late: late.cancelled() or late.exception())
 

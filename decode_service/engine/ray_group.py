@@ -171,8 +171,9 @@ class RayGroup:
         bundles = _in_order_of_nodes(nodes, self.size)
         on_node = Counter(nodes[bundle] for bundle in bundles)
         resources = self._config.group.rank_resources()
+        actor_class: Any = RankActor
         actors = [
-            RankActor.options(
+            actor_class.options(
                 num_cpus=resources.get("CPU", 0),
                 # Explicit, also inside a GPU bundle: an actor that does not ask for a GPU sees none.
                 num_gpus=resources.get("GPU", 0),

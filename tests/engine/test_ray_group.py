@@ -1,0 +1,186 @@
+"""Ranks as Ray actors: real processes, real gloo, real kills. One cluster for the module."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from decode_service.config import ServiceConfig
+from decode_service.engine.engine import DecodeEngine
+from decode_service.engine.places import RankPlace
+from decode_service.engine.ray_group import RayGroup
+
+from .conftest import TinyWan, job
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A cluster of this module's own, with two GPUs that exist in Ray's books only."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "clients" / "python")])
+    ray.init(
+        # "local": never a cluster that somebody else runs on this machine.
+        address="local",
+        num_cpus=2,
+        num_gpus=2,
+        include_dashboard=False,
+        object_store_memory=200 << 20,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": paths}},
+    )
+    yield
+    ray.shutdown()
+
+
+def faulty_worker(folder: Path) -> Callable[[ServiceConfig, RankPlace], Any]:
+    """Ranks that do once what a file ``folder/<rank>`` says. Defined in a function, so that it is pickled by value."""
+
+    def make(config: ServiceConfig, place: RankPlace) -> Any:
+        from decode_service.decoding.compilation import CompileFailedError
+        from decode_service.engine.failures import describe_failure
+        from decode_service.engine.rank_worker import RankWorker
+
+        class Faulty(RankWorker):
+            def decode(self, task: Any, latents: Any, dtype: str) -> Any:
+                order = folder / str(self.place.rank)
+                if order.exists():
+                    what = order.read_text()
+                    order.unlink()
+                    if what == "die":
+                        os._exit(1)
+                    if what == "freeze":
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    error = CompileFailedError("no compiler") if what == "compile" else ValueError(what)
+                    return describe_failure(error)
+                return super().decode(task, latents, dtype)
+
+        return Faulty(config, place)
+
+    return make
+
+
+@asynccontextmanager
+async def serving(config: ServiceConfig, faults: Path) -> AsyncIterator[tuple[DecodeEngine, RayGroup]]:
+    group = RayGroup(config, faulty_worker(faults))
+    engine = DecodeEngine(group, config)
+    try:
+        await engine.start()
+        yield engine, group
+    finally:
+        await engine.close()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(test(), 200)
+
+    asyncio.run(limited())
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_two_processes_give_the_pixels_of_diffusers_whatever_happens_to_them(
+    cluster: None, tiny_wan: TinyWan, tmp_path: Path
+) -> None:
+    """One group for all of it, because a group takes seconds to start; each step is one sentence."""
+
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 9, 11)
+        expected = tiny_wan.decode(latents)
+        config = tiny_wan.config(group={"collective_timeout_s": 3, "abort_grace_s": 3}, compile={"enabled": False})
+
+        async def decodes(mode: str = "spatial_shard_width", **wishes: Any) -> None:
+            outcome = await engine.decode(job(latents, mode=mode, **wishes))
+            assert np.abs(outcome.assemble() - expected).max() < 1e-5
+
+        async with serving(config, tmp_path) as (engine, group):
+            first = [where.pid for where in group.environments]
+            assert len(set(first)) == 2
+
+            # Every exact mode, and every way to collect.
+            assert engine.describe()["self_test"] == {"height": "exact", "width": "exact"}
+            for mode in ("direct", "spatial_shard_height", "spatial_shard_width"):
+                await decodes(mode)
+            outcome = await engine.decode(job(latents, mode="spatial_shard_width", collect="broadcast"))
+            assert len(outcome.digests) == 2
+            assert len(set(outcome.digests)) == 1
+
+            # A rank that raises: the same processes join anew, and the caller sees nothing of it.
+            (tmp_path / "1").write_text("cosmic ray")
+            await decodes()
+            assert [where.pid for where in group.environments] == first
+
+            # A failed compilation: eager on all ranks, same processes.
+            (tmp_path / "0").write_text("compile")
+            await decodes()
+            assert [where.pid for where in group.environments] == first
+            assert engine.describe()["compile"]["off_because"] == "CompileFailedError: no compiler"
+
+            # A rank that is killed between requests: the next one is served by new processes.
+            os.kill(first[1], signal.SIGKILL)
+            await decodes()
+            second = [where.pid for where in group.environments]
+            assert not set(first) & set(second)
+            assert not any(map(is_running, first))
+
+            # A rank that dies in the middle of a decode.
+            (tmp_path / "0").write_text("die")
+            await decodes()
+            third = [where.pid for where in group.environments]
+            assert not set(second) & set(third)
+            assert engine.readiness().ready
+
+            # A rank that is frozen, like a GPU that hangs.
+            (tmp_path / "1").write_text("freeze")
+            began = time.monotonic()
+            await decodes()
+            assert time.monotonic() - began < 60
+            assert not any(map(is_running, third))
+
+            last = [where.pid for where in group.environments]
+        assert not any(map(is_running, last))
+
+    run(test)
+
+
+def test_each_rank_gets_a_device_of_its_own(cluster: None, tiny_wan: TinyWan) -> None:
+    async def test() -> None:
+        group = RayGroup(tiny_wan.config(group={"device": "cuda", "cpus_per_rank": 0.25}))
+        try:
+            await group.place()
+            await group.spawn()
+            assert sorted(str(where.visible_devices) for where in group.environments) == ["0", "1"]
+        finally:
+            await group.close()
+            await group.close()
+
+    run(test)
+
+
+def test_a_model_that_cannot_be_loaded_is_named(cluster: None, tiny_wan: TinyWan, tmp_path: Path) -> None:
+    async def test() -> None:
+        group = RayGroup(tiny_wan.config(model={"source": str(tmp_path / "nothing-here")}))
+        with pytest.raises(Exception, match="nothing-here"):
+            await group.start()
+        await group.close()
+
+    run(test)
