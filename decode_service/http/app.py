@@ -48,6 +48,8 @@ def create_app(service: DecodeService, *, chunk_type: ChunkType = "bytes") -> Fa
         """Decode latents. `output.format` decides what comes back: a msgpack map with the pixels, or a file."""
         stages = Stages()
         request_id = request_id_of(request.scope)
+        # A model that is still loading has no spec and answers so before anything is uploaded.
+        model_name = service.spec.name
         body = await read_msgpack(request, service.max_body_bytes)
         stages.lap("recv")
         job, output = await parse_decode(body, service, request_id, stages)
@@ -58,8 +60,8 @@ def create_app(service: DecodeService, *, chunk_type: ChunkType = "bytes") -> Fa
         stages.add(outcome.timings_ms)
         stages.restart()
         if output.format == "tensor":
-            return tensor_reply(outcome, service.spec.name, request_id, stages, chunk_type)
-        return await file_reply(outcome, output, service.spec.name, request_id, stages, chunk_type)
+            return tensor_reply(outcome, model_name, request_id, stages, chunk_type)
+        return await file_reply(outcome, output, model_name, request_id, stages, chunk_type)
 
     @app.post("/plan", openapi_extra=openapi.PLAN_REQUEST)
     async def plan(request: Request) -> Response:
@@ -100,7 +102,7 @@ def create_app(service: DecodeService, *, chunk_type: ChunkType = "bytes") -> Fa
         if readiness.ready:
             return JSONResponse(state)
         reasons = "".join(f"; {warning}" for warning in readiness.warnings)
-        error = NotReadyError(f"{service.spec.name} is not ready: {readiness.state}{reasons}")
+        error = NotReadyError(f"not ready: {readiness.state}{reasons}")
         return error_response(error, request_id_of(request.scope), extra=state)
 
     return app

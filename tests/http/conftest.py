@@ -16,7 +16,7 @@ from decode_client.wire import DecodeRequest, OutputSpec, WireTensor, float32_to
 from starlette.testclient import TestClient
 
 from decode_service.engine.protocol import DecodeJob, DecodeOutcome, Readiness
-from decode_service.errors import InvalidLatentsError, OutputTooLargeError, UnsupportedModeError
+from decode_service.errors import InvalidLatentsError, NotReadyError, OutputTooLargeError, UnsupportedModeError
 from decode_service.http import create_app
 from decode_service.planning.bands import split
 from decode_service.planning.plan import MODES, DecodePlan, PixelFormat
@@ -35,12 +35,15 @@ class NumpyService:
     max_output_pixels: int = 1 << 24
     delay_s: float = 0.0
     failure: BaseException | None = None
+    loading: bool = False
     ready: Readiness = field(default_factory=lambda: Readiness(True, "ready"))
     jobs: list[DecodeJob] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property
     def spec(self) -> ModelSpec:
+        if self.loading:
+            raise NotReadyError("the model is still loading")
         return ModelSpec(
             name="lab/nearest",
             family="nearest",

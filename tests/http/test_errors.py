@@ -181,3 +181,15 @@ def test_not_ready_is_503_with_its_state(client, service):
     assert "warming up" in reply.json()["error"]["message"]
     assert reply.json()["state"] == "warming up"
     assert reply.json()["warnings"] == ["rank 1 restarted"]
+
+
+def test_a_model_that_is_still_loading_answers_503_everywhere_but_lives(client, service, body_of):
+    service.loading = True
+    service.ready = Readiness(False, "loading")
+    check(client.post("/decode", content=body_of()), 503, "not_ready")
+    check(client.post("/plan", json={"shape": [1, 4, 6, 10], "model": "lab/nearest"}), 503, "not_ready")
+    check(client.get("/v1/models/lab/nearest"), 503, "not_ready")
+    assert client.get("/readyz").json()["state"] == "loading"
+    assert client.get("/healthz").status_code == 200
+    service.loading = False
+    assert client.post("/decode", content=body_of()).status_code == 200

@@ -20,6 +20,7 @@ def test_probes(client):
 def test_models_are_listed_and_described_also_with_a_slash_in_the_name(client, service):
     assert client.get("/v1/models").json() == {"models": [service.describe()]}
     assert client.get("/v1/models/lab/nearest").json() == service.describe()
+    assert client.get("/v1/models/lab%2Fnearest").json() == service.describe()
     reply = client.get("/v1/models/lab/other")
     assert reply.status_code == 404
     assert "lab/nearest" in reply.json()["error"]["message"]
