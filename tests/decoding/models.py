@@ -33,7 +33,7 @@ def qwen_image() -> diffusers.AutoencoderKLQwenImage:
     return diffusers.AutoencoderKLQwenImage(base_dim=8, z_dim=4, num_res_blocks=1, **STATISTICS)
 
 
-def minimax_h3() -> diffusers.AutoencoderKLMiniMaxH3:
+def minimax_h3(**config: int) -> diffusers.AutoencoderKLMiniMaxH3:
     model = diffusers.AutoencoderKLMiniMaxH3(
         latent_channels=4,
         block_out_channels=(8, 8, 8, 8, 8, 8),
@@ -42,6 +42,7 @@ def minimax_h3() -> diffusers.AutoencoderKLMiniMaxH3:
         decoder_num_layers=2,
         decoder_num_attention_heads=2,
         decoder_attention_head_dim=16,
+        **config,
         **STATISTICS,
     )
     # Zero-initialised residual scales would leave the transformer blocks without effect.

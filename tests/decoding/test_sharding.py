@@ -1,0 +1,158 @@
+"""The halo rule, operation by operation: bands with neighbours against the undivided frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL
+from torch import nn
+
+from decode_service.decoding.communicator import Communicator
+from decode_service.decoding.sharding import AXIS_DIM, ShardedFrame, UnshardableOperation
+from decode_service.planning.bands import split
+from tests.decoding.threads import on_ranks
+
+Operation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def sharded(operation: Operation, x: torch.Tensor, axis: str, ranks: int) -> torch.Tensor:
+    """``operation`` on bands of ``x``, put together again."""
+    dim = AXIS_DIM[axis]
+    bands = split(x.shape[dim], ranks)
+
+    def work(communicator: Communicator) -> torch.Tensor:
+        band = bands[communicator.rank]
+        local = x.narrow(dim, band.start, band.size).contiguous()
+        with ShardedFrame(communicator, axis, bands):
+            return operation(local)
+
+    return torch.cat(on_ranks(ranks, work), dim)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3)) + 0.5
+
+
+BOX_3D = torch.ones(2, 3, 3, 3, 3) / 27
+BOX_2D = torch.ones(2, 3, 3, 3)
+BOX_2X2 = torch.ones(2, 3, 2, 2)
+
+OPERATIONS: dict[str, tuple[tuple[int, ...], Operation]] = {
+    "conv2d": ((1, 3, 7, 9), nn.Conv2d(3, 4, 3, padding=1)),
+    "conv2d 5x5": ((1, 3, 8, 9), nn.Conv2d(3, 4, 5, padding=2)),
+    "conv2d dilated": ((1, 3, 8, 9), nn.Conv2d(3, 4, 3, padding=2, dilation=2)),
+    "conv2d 1x1": ((1, 3, 7, 9), nn.Conv2d(3, 4, 1)),
+    "conv2d grouped": ((1, 4, 7, 9), nn.Conv2d(4, 8, 3, padding=1, groups=2)),
+    "conv2d that pads by replicating": ((1, 3, 7, 9), nn.Conv2d(3, 4, 3, padding=1, padding_mode="replicate")),
+    "conv2d that pads by reflecting": ((1, 3, 8, 9), nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")),
+    "conv3d": ((1, 3, 4, 7, 9), nn.Conv3d(3, 4, 3, padding=1)),
+    "pad with a value, then conv": ((1, 3, 7, 9), lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1), value=2.0), BOX_2D)),
+    "asymmetric pad, then conv": ((1, 3, 7, 9), lambda x: F.conv2d(F.pad(x, (1, 0, 0, 1)), BOX_2X2)),
+    "causal pad, then conv3d": (
+        (1, 3, 4, 7, 9),
+        lambda x: F.conv3d(F.pad(x, (1, 1, 1, 1, 2, 0)), BOX_3D),
+    ),
+    "replicate pad of a clip, then conv3d": (
+        (1, 3, 4, 7, 9),
+        lambda x: F.conv3d(F.pad(x, (1, 1, 1, 1, 2, 0), mode="replicate"), BOX_3D),
+    ),
+    "group norm of images": ((2, 8, 7, 9), nn.GroupNorm(4, 8)),
+    "group norm of clips": ((2, 8, 3, 7, 9), nn.GroupNorm(4, 8)),
+    "group norm of bfloat16": ((2, 8, 7, 9), lambda x: F.group_norm(x.bfloat16(), 4).float()),
+    "group norm far from zero": ((1, 4, 7, 9), lambda x: F.group_norm(x + 3000.0, 2, eps=1e-6)),
+    "channel norm": ((1, 8, 3, 7, 9), lambda x: F.normalize(x, dim=1)),
+    "nearest upsampling": ((1, 3, 7, 9), nn.Upsample(scale_factor=2, mode="nearest")),
+    "nearest-exact upsampling": ((1, 3, 7, 9), nn.Upsample(scale_factor=(2.0, 2.0), mode="nearest-exact")),
+    "pixel-wise functions": ((1, 3, 7, 9), lambda x: (F.silu(x) * 2 + x.clamp(-1, 1)).to(torch.float64).float()),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("axis", ["height", "width"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_on_bands_is_the_operation_on_the_frame(name: str, axis: str, ranks: int) -> None:
+    shape, operation = OPERATIONS[name]
+    x = normal(*shape)
+    with torch.inference_mode():
+        expected = operation(x)
+    actual = sharded(operation, x, axis, ranks)
+    assert actual.shape == expected.shape
+    tolerance = 2e-3 if "far from zero" in name else 2e-2 if "bfloat16" in name else 1e-5
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("axis", ["height", "width"])
+def test_attention_keeps_queries_and_gathers_keys_and_values(axis: str, ranks: int) -> None:
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        batch, channels, height, width = x.shape
+        tokens = x.reshape(batch, 1, channels, height * width).permute(0, 1, 3, 2)
+        y = F.scaled_dot_product_attention(tokens, tokens * 0.5, tokens + 1)
+        return y.permute(0, 1, 3, 2).reshape(batch, channels, height, width)
+
+    x = normal(2, 8, 7, 9)
+    torch.testing.assert_close(sharded(attention, x, axis, ranks), attention(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("axis", ["height", "width"])
+def test_a_group_norm_decoder_with_attention_runs_unmodified(axis: str) -> None:
+    """AutoencoderKL: GroupNorm everywhere, and attention in the middle."""
+    torch.manual_seed(5)
+    vae = AutoencoderKL(
+        block_out_channels=(8, 16, 16),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        layers_per_block=1,
+        norm_num_groups=4,
+    ).eval()
+    z = normal(1, 4, 7, 11)
+    with torch.inference_mode():
+        expected = vae.decode(z).sample
+    actual = sharded(lambda band: vae.decoder(vae.post_quant_conv(band)), z, axis, 3)
+    assert (actual - expected).abs().max() < 1e-5
+
+
+UNCOVERED: dict[str, tuple[tuple[int, ...], Operation]] = {
+    "strided convolution": ((1, 3, 8, 8), nn.Conv2d(3, 4, 3, stride=2, padding=1)),
+    "convolution without padding": ((1, 3, 8, 8), nn.Conv2d(3, 4, 3)),
+    "transposed convolution": ((1, 3, 8, 8), nn.ConvTranspose2d(3, 4, 2, stride=2)),
+    "pooling": ((1, 3, 8, 8), nn.AvgPool2d(2)),
+    "global mean": ((1, 3, 8, 8), lambda x: x - x.mean(dim=(2, 3), keepdim=True)),
+    "softmax": ((1, 3, 8, 8), lambda x: x.softmax(-1)),
+    "matrix product": ((1, 3, 8, 8), lambda x: x @ x.transpose(-1, -2)),
+    "bilinear resizing": ((1, 3, 8, 8), lambda x: F.interpolate(x, scale_factor=2, mode="bilinear")),
+    "resizing to a size": ((1, 3, 8, 8), lambda x: F.interpolate(x, size=(16, 16))),
+    "flip": ((1, 3, 8, 8), lambda x: x.flip(-1).flip(-2)),
+    "roll": ((1, 3, 8, 8), lambda x: x.roll(1, dims=(-1, -2))),
+    "slicing the axis": ((1, 3, 8, 8), lambda x: x[:, :, 1:, 1:]),
+    "masked attention": ((1, 3, 8, 8), lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)),
+    "circular padding": ((1, 3, 8, 8), nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")),
+    "layer norm over the picture": ((1, 3, 8, 8), lambda x: F.layer_norm(x, x.shape[-2:])),
+    "normalizing over the picture": ((1, 3, 8, 8), lambda x: F.normalize(F.normalize(x, dim=-1), dim=-2)),
+}
+
+
+@pytest.mark.parametrize("axis", ["height", "width"])
+@pytest.mark.parametrize("name", UNCOVERED)
+def test_an_uncovered_operation_raises_instead_of_giving_a_wrong_picture(name: str, axis: str) -> None:
+    shape, operation = UNCOVERED[name]
+    with pytest.raises(UnshardableOperation):
+        sharded(operation, normal(*shape), axis, 2)
+
+
+def test_a_halo_wider_than_a_band_is_refused() -> None:
+    with pytest.raises(UnshardableOperation, match="use fewer ranks"):
+        sharded(nn.Conv2d(3, 4, 7, padding=3), normal(1, 3, 4, 8), "height", 2)
+
+
+def test_bands_must_fit_the_group() -> None:
+    def work(communicator: Communicator) -> None:
+        with pytest.raises(ValueError, match="as many bands"):
+            ShardedFrame(communicator, "height", split(8, 3))
+        with pytest.raises(ValueError, match="at least one latent cell"):
+            ShardedFrame(communicator, "height", split(1, 2))
+
+    on_ranks(2, work)

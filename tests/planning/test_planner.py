@@ -1,0 +1,197 @@
+"""The planner's rules, one sentence each; no device, no process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_service.errors import InvalidLatentsError, InvalidRequestError, UnsupportedModeError
+from decode_service.planning.plan import DecodePlan
+from decode_service.planning.planner import Policy, make_plan
+from decode_service.planning.spec import ModelSpec, OverlapTiles, StrideTiles
+from decode_service.planning.temporal import CausalFrames, ClipFrames
+
+WAN = ModelSpec(
+    name="wan",
+    family="wan-2.1",
+    class_name="AutoencoderKLWan",
+    latent_channels=16,
+    output_channels=3,
+    spatial_ratio=8,
+    decoder_ratio=8,
+    frame_rule=CausalFrames(4),
+    accepts_images=False,
+    exact_axes=("height", "width"),
+    tiles=StrideTiles(),
+    operand_per_pixel=768,
+    operand_per_pixel_first=288,
+)
+QWEN = replace(WAN, name="qwen", family="qwen-image", class_name="AutoencoderKLQwenImage", accepts_images=True)
+H3 = ModelSpec(
+    name="h3",
+    family="minimax-h3",
+    class_name="AutoencoderKLMiniMaxH3",
+    latent_channels=24,
+    output_channels=3,
+    spatial_ratio=16,
+    decoder_ratio=16,
+    frame_rule=ClipFrames(17, 3, 4),
+    accepts_images=False,
+    exact_axes=(),
+    no_exact_axes_reason="its frames are defined as blended tiles",
+    tiles=OverlapTiles(),
+    tile_only=True,
+    chunked=False,
+)
+SMALL = Policy(direct_max_pixels=64 * 64)
+
+
+def plan(shape: tuple[int, ...], *, spec: ModelSpec = WAN, ranks: int = 4, policy: Policy = SMALL, **wish: object) -> DecodePlan:
+    return make_plan(spec, shape, group_size=ranks, policy=policy, **wish)  # type: ignore[arg-type]
+
+
+class TestAuto:
+    def test_a_small_frame_goes_direct(self) -> None:
+        assert plan((1, 16, 21, 8, 8)).mode == "direct"
+
+    def test_several_items_go_batch(self) -> None:
+        chosen = plan((3, 16, 1, 60, 104))
+        assert (chosen.mode, chosen.axis, chosen.ranks) == ("batch", "batch", 3)
+        assert [band.size for band in chosen.bands] == [1, 1, 1]
+
+    def test_the_longer_axis_is_sharded(self) -> None:
+        assert plan((1, 16, 21, 60, 104)).mode == "spatial_shard_width"
+        assert plan((1, 16, 21, 104, 60)).mode == "spatial_shard_height"
+
+    def test_width_wins_ties(self) -> None:
+        assert plan((1, 16, 21, 60, 60)).mode == "spatial_shard_width"
+
+    def test_an_axis_needs_as_many_rows_as_ranks(self) -> None:
+        assert plan((1, 16, 1, 3, 40), ranks=8).mode == "spatial_shard_width"
+        narrow = plan((1, 16, 1, 3, 7), ranks=8, policy=Policy(direct_max_pixels=0))
+        assert narrow.mode == "tile" and "fewer than 8 ranks" in narrow.reason
+
+    def test_a_group_of_one_decodes_directly_what_one_rank_can(self) -> None:
+        assert plan((1, 16, 21, 60, 104), ranks=1).mode == "direct"
+        assert plan((4, 16, 1, 60, 104), ranks=1).mode == "direct"
+
+    def test_operands_near_2_31_elements_are_never_decoded_whole(self) -> None:
+        """Wan 2.1 at 2160 x 3840: 768 * 8.3e6 elements. PyTorch's kernels return zeros there."""
+        assert plan((1, 16, 21, 270, 480), ranks=1).mode == "tile"
+        assert plan((1, 16, 21, 270, 480), ranks=4).mode == "spatial_shard_width"
+        assert "elements" in plan((1, 16, 21, 270, 480), ranks=1).reason
+        assert plan((1, 16, 21, 90, 160), ranks=1, chunk=1).mode == "direct"
+        assert plan((1, 16, 21, 90, 160), ranks=1, chunk=20).mode == "tile", "a longer chunk is a wider operand"
+
+    def test_the_policy_can_force_a_mode(self) -> None:
+        assert plan((1, 16, 2, 60, 104), policy=Policy(mode="tile")).mode == "tile"
+        assert plan((1, 16, 2, 60, 104), policy=Policy(mode="tile"), mode="direct").mode == "direct"
+
+
+class TestForced:
+    @pytest.mark.parametrize("mode", ["direct", "tile", "spatial_shard_height", "spatial_shard_width"])
+    def test_a_mode_that_can_run_runs_as_asked(self, mode: str) -> None:
+        chosen = plan((1, 16, 3, 11, 17), mode=mode)
+        assert chosen.mode == mode and chosen.fallback is None and chosen.reason == "asked for"
+
+    def test_a_mode_that_cannot_run_falls_back_to_tile_and_says_so(self) -> None:
+        chosen = plan((1, 16, 3, 3, 17), mode="spatial_shard_height")
+        assert chosen.mode == "tile"
+        assert chosen.fallback is not None and "spatial_shard_height cannot run: 3 latent cells" in chosen.fallback
+
+    @pytest.mark.parametrize("mode", ["batch", "spatial_shard_height"])
+    def test_strict_makes_it_an_error(self, mode: str) -> None:
+        with pytest.raises(UnsupportedModeError, match=f"{mode} cannot decode this request") as caught:
+            plan((1, 16, 3, 3, 17), mode=mode, strict=True)
+        assert caught.value.status == 422 and caught.value.param == "mode"
+
+    def test_strict_can_be_the_operators_default_and_be_overridden(self) -> None:
+        strict = Policy(strict=True)
+        with pytest.raises(UnsupportedModeError):
+            plan((1, 16, 3, 3, 17), policy=strict, mode="spatial_shard_height")
+        assert plan((1, 16, 3, 3, 17), policy=strict, mode="spatial_shard_height", strict=False).mode == "tile"
+
+    def test_arguments_out_of_range_are_named(self) -> None:
+        with pytest.raises(InvalidRequestError, match="mode must be auto or one of"):
+            plan((1, 16, 1, 8, 8), mode="shard")
+        with pytest.raises(InvalidRequestError, match="collect must be one of"):
+            plan((1, 16, 1, 8, 8), collect="gather")
+        with pytest.raises(InvalidRequestError, match="at least 1 latent frame"):
+            plan((1, 16, 1, 8, 8), chunk=0)
+
+
+class TestMiniMaxH3:
+    def test_auto_means_its_own_tiles_and_they_are_exact(self) -> None:
+        chosen = plan((1, 24, 7, 4, 4), spec=H3)
+        assert chosen.mode == "tile" and chosen.exact and chosen.fallback is None
+
+    @pytest.mark.parametrize("mode", ["spatial_shard_height", "spatial_shard_width"])
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_a_spatial_mode_is_an_error_that_says_why(self, mode: str, strict: bool) -> None:
+        with pytest.raises(UnsupportedModeError, match="blended tiles"):
+            plan((1, 24, 7, 40, 40), spec=H3, mode=mode, strict=strict)
+
+    def test_every_clip_has_the_whole_grid(self) -> None:
+        chosen = plan((1, 24, 12, 40, 30), spec=H3)
+        assert chosen.tiles is not None
+        assert len(chosen.owners) == 2 * chosen.tiles.count
+        assert set(chosen.owners) == {0, 1, 2, 3}
+
+    def test_less_than_a_clip_is_refused_with_the_rule(self) -> None:
+        with pytest.raises(InvalidLatentsError, match=r"5 \* n \+ 2"):
+            plan((1, 24, 1, 8, 8), spec=H3)
+
+
+class TestValidation:
+    def test_a_wrong_channel_count_names_the_expected_one_and_the_likely_vae(self) -> None:
+        with pytest.raises(InvalidLatentsError, match=r"expects 16 latent channels.*got 48.*Wan 2\.2 5B") as caught:
+            plan((1, 48, 3, 8, 8))
+        assert caught.value.param == "latents.shape"
+
+    def test_swapped_axes_are_recognised(self) -> None:
+        with pytest.raises(InvalidLatentsError, match="look swapped"):
+            plan((1, 5, 16, 8, 8))
+
+    @pytest.mark.parametrize("shape", [(16, 8, 8), (1, 16, 8, 8), (1, 1, 16, 1, 8, 8)])
+    def test_a_wrong_number_of_dimensions_names_the_right_layout(self, shape: tuple[int, ...]) -> None:
+        with pytest.raises(InvalidLatentsError, match=r"5-D \(B,C,T,H,W\)"):
+            plan(shape)
+
+    def test_image_families_take_four_dimensions_too(self) -> None:
+        assert plan((1, 16, 8, 8), spec=QWEN).output_frames == 1
+
+    def test_empty_extents_are_refused(self) -> None:
+        with pytest.raises(InvalidLatentsError, match="at least 1"):
+            plan((1, 16, 1, 0, 8))
+
+
+@given(
+    batch=st.integers(1, 3),
+    frames=st.integers(1, 30),
+    height=st.integers(1, 80),
+    width=st.integers(1, 80),
+    ranks=st.integers(1, 8),
+    mode=st.sampled_from(["auto", "direct", "batch", "tile", "spatial_shard_height", "spatial_shard_width"]),
+    chunk=st.integers(1, 9),
+)
+def test_any_request_gives_a_plan_that_survives_the_wire_and_covers_everything(
+    batch: int, frames: int, height: int, width: int, ranks: int, mode: str, chunk: int
+) -> None:
+    made = plan((batch, 16, frames, height, width), ranks=ranks, mode=mode, chunk=chunk)
+    assert DecodePlan.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+    json.dumps(made.public())
+    assert 1 <= made.ranks <= ranks
+    if made.axis is not None:
+        extent = {"batch": batch, "height": height, "width": width}[made.axis]
+        assert sum(band.size for band in made.bands) == extent
+        assert min(band.size for band in made.bands) >= 1
+    if made.tiles is not None:
+        assert len(made.owners) == made.tiles.count
+        assert sum(row.keep for row in made.tiles.rows) == made.output_height == height * 8
+        assert sum(column.keep for column in made.tiles.columns) == made.output_width == width * 8
+    assert made.output_frames == 1 + 4 * (frames - 1)
+    assert (made.fallback is not None) == (mode not in ("auto", made.mode))

@@ -1,0 +1,45 @@
+"""Frame rules against the decoders of diffusers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decode_service.planning.temporal import CausalFrames, ClipFrames
+from tests.decoding import models
+
+
+@pytest.mark.parametrize("name", ["wan21", "wan22"])
+def test_causal_decoders_give_one_frame_and_then_four_each(name: str) -> None:
+    vae = models.BUILDERS[name]().eval()
+    rule = CausalFrames(4)
+    for latent_frames in (1, 2, 3, 5):
+        with torch.inference_mode():
+            frames = vae.decode(torch.zeros(1, 4, latent_frames, 2, 2)).sample.shape[2]
+        assert rule.frames(latent_frames) == frames
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 100])
+def test_chunks_cover_all_frames_with_the_first_alone(chunk: int) -> None:
+    for latent_frames in range(1, 20):
+        chunks = CausalFrames(4).chunks(latent_frames, chunk)
+        assert chunks[0] == (0, 1)
+        assert [t for start, stop in chunks for t in range(start, stop)] == list(range(latent_frames))
+        assert all(stop - start <= chunk for start, stop in chunks[1:])
+
+
+@pytest.mark.parametrize(("clip_length", "token_drop"), [(17, 3), (16, 0), (9, 1)])
+def test_minimax_h3_clips_give_the_frames_of_diffusers(clip_length: int, token_drop: int) -> None:
+    vae = models.minimax_h3(clip_length=clip_length, token_drop=token_drop).eval()
+    rule = ClipFrames(clip_length, token_drop, 4)
+    possible = 0
+    for latent_frames in range(1, 24):
+        if rule.problem(latent_frames):
+            # Less than one clip: diffusers has nothing to concatenate and fails with a bare torch error.
+            with pytest.raises((RuntimeError, ValueError)):
+                vae.decode(torch.zeros(1, 4, latent_frames, 1, 1))
+            continue
+        possible += 1
+        with torch.inference_mode():
+            assert rule.frames(latent_frames) == vae.decode(torch.zeros(1, 4, latent_frames, 1, 1)).sample.shape[2]
+    assert possible > 10
