@@ -4,7 +4,8 @@
 while models still load. Replicas import neither torch nor the decoder: only the ranks do.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: Serve turns a YAML's `args` into the builder's pydantic model only where the
+# annotation is the class itself. It doesn't look into strings, and would silently hand over a dict.
 
 import asyncio
 import logging
@@ -157,6 +158,8 @@ def build_status(args: StatusConfig) -> serve.Application:
         "name": "Probe",
         "ray_actor_options": {"num_cpus": 0},
         "max_ongoing_requests": 100,
+        # Probes come every few seconds, from everywhere.
+        "logging_config": {"enable_access_log": False},
         "graceful_shutdown_timeout_s": 5.0,
     }
     return serve.deployment(Probe).options(**options).bind(args)
