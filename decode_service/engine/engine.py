@@ -262,9 +262,17 @@ class DecodeEngine:
     # ---- one request, whatever breaks ------------------------------------------------------------------------------
 
     async def _run_to_the_end(
-        self, task: RankTask, latents: WireTensor, *, deadline: float | None, may_change_plan: bool
+        self,
+        task: RankTask,
+        latents: WireTensor,
+        *,
+        deadline: float | None = None,
+        may_change_plan: bool = False,
+        admitted: bool = False,
     ) -> _Run:
         """Run ``task``, with one retry for each kind of failure that a retry can help.
+
+        ``admitted`` is for the engine's own decodes, which no bound on requests may stop.
 
         Raises:
             DecodeServiceError: if it can't be decoded.
@@ -273,7 +281,7 @@ class DecodeEngine:
         while True:
             error: RankError | None = None
             try:
-                run = await self._run_once(task, latents, deadline=deadline, retry=bool(answered))
+                run = await self._run_once(task, latents, deadline=deadline, admitted=admitted or bool(answered))
             except RankError as raised:
                 error = raised
             # Outside the except block, so that nothing of the failed attempt is held while the next one runs.
@@ -294,7 +302,7 @@ class DecodeEngine:
             answered.add(answer)
             logger.warning("decoding request %s again after: %s", task.request_id or "-", error)
 
-    async def _run_once(self, task: RankTask, latents: WireTensor, *, deadline: float | None, retry: bool) -> _Run:
+    async def _run_once(self, task: RankTask, latents: WireTensor, *, deadline: float | None, admitted: bool) -> _Run:
         submitted = time.monotonic()
         gang = _needs_all_ranks(task.plan)
 
@@ -319,7 +327,7 @@ class DecodeEngine:
             }
             return _Run(task.plan, parts, timings)
 
-        return await self._scheduler.run(work, gang=gang, deadline=deadline, retry=retry)
+        return await self._scheduler.run(work, gang=gang, deadline=deadline, admitted=admitted)
 
     def _in_float32(self, task: RankTask, answered: set[str]) -> RankTask:
         """The task for another try after NaN or Inf in the pixels.
@@ -504,7 +512,7 @@ class DecodeEngine:
         pixels = PixelFormat("float32", "model")
         plan = self.plan(latents.shape, mode=mode, strict=True, collect="shards")
         task = RankTask(plan, False, pixels, None, f"self-test {mode}")
-        run = await self._run_to_the_end(task, latents, deadline=None, may_change_plan=False)
+        run = await self._run_to_the_end(task, latents, admitted=True)
         return _outcome(run, "float32", run.timings_ms).assemble()
 
     def _distrust(self, axes: Sequence[str], problem: str) -> None:
@@ -528,9 +536,7 @@ class DecodeEngine:
                 # A plan for one rank runs on whichever is idle, so each rank has to be warm: as many at once as there
                 # are ranks get one each.
                 copies = 1 if _needs_all_ranks(plan) else self._group.size
-                runs = [
-                    self._run_to_the_end(task, latents, deadline=None, may_change_plan=False) for _ in range(copies)
-                ]
+                runs = [self._run_to_the_end(task, latents, admitted=True) for _ in range(copies)]
                 await asyncio.gather(*runs)
             except DecodeServiceError as error:
                 logger.warning("warm-up of %s failed: %s", list(shape), error)

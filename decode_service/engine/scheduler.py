@@ -78,7 +78,7 @@ class Scheduler:
     def idle_ranks(self) -> int:
         return len(self._idle)
 
-    async def run(self, work: Work[T], *, gang: bool, deadline: float | None = None, retry: bool = False) -> T:
+    async def run(self, work: Work[T], *, gang: bool, deadline: float | None = None, admitted: bool = False) -> T:
         """Queue ``work``, wait until it has run, and return its result.
 
         If the caller is cancelled, or its deadline passes, then a job that waits leaves the queue at once, and a job
@@ -88,18 +88,18 @@ class Scheduler:
             work: called with the ranks it holds.
             gang: whether it needs all ranks; otherwise it gets one.
             deadline: ``time.monotonic()`` after which nobody waits for the result, or None.
-            retry: whether this continues a job that was admitted before: it goes to the head of the queue, and the bound
-                does not apply.
+            admitted: whether this continues a job that was admitted before (a retry), or is the service's own: it goes
+                to the head of the queue, and the bound does not apply.
 
         Raises:
             QueueFullError: if too many jobs wait or run.
             DeadlineExceededError: if the deadline passes.
         """
-        if not retry and self.waiting + self.running >= self._max_jobs:
+        if not admitted and self.waiting + self.running >= self._max_jobs:
             raise QueueFullError(
                 f"{self.waiting} requests wait and {self.running} run; the limit is {self._max_jobs} together"
             )
-        ticket = self._submit(work, gang=gang, head=retry)
+        ticket = self._submit(work, gang=gang, head=admitted)
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             # wait() neither cancels nor unwraps what it waits for, so the job is shielded from both ways out.

@@ -54,7 +54,9 @@ class TinyWan:
 @pytest.fixture(scope="session")
 def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> TinyWan:
     torch.manual_seed(3)
-    vae = diffusers.AutoencoderKLWan(base_dim=8, z_dim=CHANNELS, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=8, z_dim=CHANNELS, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
     vae.eval().requires_grad_(False)
     with torch.no_grad():
         for parameter in vae.decoder.parameters():

@@ -317,9 +317,7 @@ def test_a_group_that_breaks_too_often_is_given_up(tiny_wan: TinyWan, faults: Fa
     run(test)
 
 
-def test_a_caller_that_leaves_neither_breaks_the_group_nor_the_next_request(
-    tiny_wan: TinyWan, faults: Faults
-) -> None:
+def test_a_caller_that_leaves_neither_breaks_the_group_nor_the_next_request(tiny_wan: TinyWan, faults: Faults) -> None:
     async def test() -> None:
         latents = tiny_wan.latents(2, 10, 12)
 

@@ -201,7 +201,7 @@ def test_a_retry_goes_to_the_head_and_is_always_admitted() -> None:
         scheduler = Scheduler(1, max_jobs=2)
         tasks = [asyncio.create_task(scheduler.run(jobs.job(name), gang=False)) for name in ("running", "waiting")]
         await settle()
-        tasks.append(asyncio.create_task(scheduler.run(jobs.job("retry"), gang=False, retry=True)))
+        tasks.append(asyncio.create_task(scheduler.run(jobs.job("retry"), gang=False, admitted=True)))
         await settle()
         jobs.finish("running", "waiting", "retry")
         await asyncio.gather(*tasks)
