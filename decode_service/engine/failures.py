@@ -12,6 +12,7 @@ from decode_service.decoding.communicator import CommunicatorAborted
 from decode_service.decoding.compilation import CompileFailedError
 from decode_service.decoding.rank import PeerFailedError, RankOutOfMemoryError
 from decode_service.engine.protocol import RankErrorKind, RankFailure
+from decode_service.errors import ConfigError
 
 # gloo and the CPU allocator raise plain RuntimeErrors; these are the words by which they can be told.
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "socket timeout")
@@ -36,7 +37,8 @@ def kind_of(error: BaseException) -> RankErrorKind:
 
 def describe_failure(error: BaseException) -> RankFailure:
     """``error`` as a value that keeps none of its frames alive."""
-    trace = "".join(traceback.format_exception(error))
+    # A wrong setting is the operator's to mend; where in the code it was noticed only hides what it says.
+    trace = "" if isinstance(error, ConfigError) else "\n" + "".join(traceback.format_exception(error))
     return RankFailure(kind_of(error), f"{type(error).__name__}: {error}", trace)
 
 

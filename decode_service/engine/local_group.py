@@ -66,7 +66,7 @@ class LocalGroup:
         async def answer(rank: int) -> RankPixels:
             answered = await self._on(rank, self._workers[rank].decode, task, array, latents.dtype)
             if isinstance(answered, RankFailure):
-                logger.warning("rank %d failed: %s\n%s", rank, answered.message, answered.trace)
+                logger.warning("rank %d failed: %s%s", rank, answered.message, answered.trace)
                 raise answered.error(rank)
             return replace(answered, timings_ms={**answered.timings_ms, "put": 0.0})
 

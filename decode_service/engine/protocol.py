@@ -145,7 +145,7 @@ class RankFailure:
     Attributes:
         kind: what it means for the group.
         message: type and text of the exception.
-        trace: the traceback as text, for logs.
+        trace: the traceback as text, for logs; empty where it would only hide the message.
     """
 
     kind: RankErrorKind

@@ -220,7 +220,7 @@ class RayGroup:
         except RayTaskError as error:
             raise RankError("raised", rank, _first_line(error.cause or error)) from None
         if isinstance(answer, RankFailure):
-            logger.warning("rank %d, %s: %s\n%s", rank, method, answer.message, answer.trace)
+            logger.warning("rank %d, %s: %s%s", rank, method, answer.message, answer.trace)
             raise answer.error(rank)
         return answer
 

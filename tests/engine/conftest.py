@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -137,5 +137,5 @@ def raising(error: Exception) -> Fault:
 
 
 @pytest.fixture
-def faults() -> Iterator[Faults]:
-    yield Faults()
+def faults() -> Faults:
+    return Faults()

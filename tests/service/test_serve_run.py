@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -21,16 +22,19 @@ CONFIG = ROOT / "deploy" / "config.yaml"
 DEMO = ROOT / "decode_service" / "demo" / "vae"
 
 
-def decode(server: ServeProcess, latents: np.ndarray, mode: str) -> np.ndarray:
-    """Float pixels (B, C, F, H, W) over HTTP."""
-    request = DecodeRequest(
+def request_for(latents: np.ndarray, mode: str) -> DecodeRequest:
+    return DecodeRequest(
         model="demo",
         latents=WireTensor("float32", latents.shape, latents.tobytes()),
         denormalize=False,
         mode=mode,
         output=OutputSpec(format="tensor", dtype="float32"),
     )
-    reply = server.request("/decode", pack_request(request))
+
+
+def decode(server: ServeProcess, latents: np.ndarray, mode: str) -> np.ndarray:
+    """Float pixels (B, C, F, H, W) over HTTP."""
+    reply = server.request("/decode", pack_request(request_for(latents, mode)))
     assert reply.status == 200, (reply.body[:500], server.tail())
     fields = unpack_tensor_reply(reply.body)
     assert fields["plan"]["mode"] == mode
@@ -58,6 +62,14 @@ def test_serve_run_answers_probes_decodes_and_survives_a_killed_rank(proxy: str,
             expected = vae.decode(torch.from_numpy(latents)).sample.numpy()
         for mode in ("direct", "spatial_shard_height", "spatial_shard_width"):
             assert np.abs(decode(server, latents, mode) - expected).max() < 1e-5
+
+        # A caller that leaves in the middle breaks nothing for the next one.
+        with socket.create_connection(("127.0.0.1", server.port)) as caller:
+            body = pack_request(request_for(np.repeat(latents, 3, axis=2), "spatial_shard_width"))
+            head = f"POST /decode HTTP/1.1\r\nHost: x\r\nContent-Type: application/msgpack\r\nContent-Length: {len(body)}\r\n\r\n"
+            caller.sendall(head.encode() + body)
+            time.sleep(0.2)
+        assert np.abs(decode(server, latents, "spatial_shard_height") - expected).max() < 1e-5
 
         # Errors are JSON.
         wrong = server.request("/decode", b"not msgpack")
