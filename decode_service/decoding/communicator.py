@@ -32,9 +32,7 @@ class Communicator(ABC):
     size: int
 
     @abstractmethod
-    def exchange(
-        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Send and receive all at once: ``sends`` are (peer, tensor), ``receives`` are (peer, buffer to fill).
 
         Tensors must be contiguous; both sides must agree on shapes and on the order of messages between a pair.
@@ -67,9 +65,7 @@ class SoloCommunicator(Communicator):
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
 
-    def exchange(
-        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         if sends or receives:
             raise ValueError("a group of one has no peers")
 
@@ -106,9 +102,7 @@ class ThreadCommunicator(Communicator):
         aborted = threading.Event()
         return [cls(rank, mailboxes, aborted) for rank in range(size)]
 
-    def exchange(
-        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         for peer, tensor in sends:
             self._mailboxes[self.rank][peer].put(tensor.clone())
         for peer, buffer in receives:
@@ -164,9 +158,7 @@ class TorchCommunicator(Communicator):
             raise CommunicatorAborted("the group was aborted")
         return groups
 
-    def exchange(
-        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         group, _ = self._live()
         # Group ranks, not global ranks: a group need not start at rank 0.
         operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from decode_service.decoding.communicator import CommunicatorAborted
-from decode_service.decoding.sharding import UnshardableOperation
+from decode_service.decoding.sharding import ShardedFrame, UnshardableOperation
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +24,12 @@ class CompilableDecoder:
     A failure does not fall back here: under a spatial shard the other ranks wait in a collective for this one, so all
     ranks must leave the attempt and start again together. ``CompileFailedError`` tells the engine to see to that.
 
+    Under the halo rule calls run eagerly: the tracer cannot follow ``ShardedFrame``'s checks of what each operation is.
+
     Attributes:
-        active: whether calls run compiled.
+        active: whether calls that can run compiled do.
         reason: why not, where they do not.
+        compiled_calls: calls that ran compiled so far.
     """
 
     def __init__(self, forward: Callable[..., torch.Tensor], *, enabled: bool) -> None:
@@ -34,6 +37,7 @@ class CompilableDecoder:
         self._compiled: Callable[..., torch.Tensor] | None = None
         self.active = enabled
         self.reason = "" if enabled else "switched off in the config"
+        self.compiled_calls = 0
 
     def disable(self, reason: str) -> None:
         """Run eagerly from now on."""
@@ -44,12 +48,14 @@ class CompilableDecoder:
         self._compiled = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not self.active:
+        if not self.active or ShardedFrame.is_active():
             return self._eager(*args, **kwargs)
         try:
             if self._compiled is None:
                 self._compiled = torch.compile(self._eager)
-            return self._compiled(*args, **kwargs)
+            output = self._compiled(*args, **kwargs)
+            self.compiled_calls += 1
+            return output
         except (torch.OutOfMemoryError, CommunicatorAborted, UnshardableOperation):
             raise
         except Exception as error:

@@ -145,6 +145,7 @@ class RankDecoder:
             UnshardableOperation: the model does something that cannot be sharded.
             CommunicatorAborted, RuntimeError: a collective was interrupted.
         """
+        compiled_before = self._decoder.compiled_calls
         attempt = _Attempt(self._family, self._communicator, self._device, plan, pixels, denormalize)
         cast = _cast_up(self._family) if precision == "float32" else contextlib.nullcontext()
         try:
@@ -164,7 +165,7 @@ class RankDecoder:
             finite=attempt.finite,
             digest=attempt.digest,
             timings_ms=attempt.timings_ms,
-            compiled=self._decoder.active,
+            compiled=self._decoder.compiled_calls > compiled_before,
         )
 
     def _leave(self, plan: DecodePlan) -> None:
@@ -271,7 +272,13 @@ class _Attempt:
         """Decode one item after the other, pass by pass, straight into the result."""
         spec, wanted = self._family.spec, self._pixels
         batch, _, _, height, width = latents_BCTHW.shape
-        extents = (batch, spec.output_channels, self._plan.output_frames, height * spec.spatial_ratio, width * spec.spatial_ratio)
+        extents = (
+            batch,
+            spec.output_channels,
+            self._plan.output_frames,
+            height * spec.spatial_ratio,
+            width * spec.spatial_ratio,
+        )
         out = torch.empty(pixel_shape(extents, wanted), dtype=TORCH_DTYPES[wanted.dtype], device=self._device)
         frame_dim = 1 if wanted.dtype == "uint8" else 2
         for item in range(batch):
@@ -322,9 +329,7 @@ class _Attempt:
         merged = family.merge_tiles(plan, [done[index] for index in range(len(jobs))])
         return self._convert(merged)
 
-    def _gather_tiles(
-        self, done: dict[int, torch.Tensor], shapes: list[tuple[int, ...]], dtype: torch.dtype
-    ) -> None:
+    def _gather_tiles(self, done: dict[int, torch.Tensor], shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
         """Move every tile to rank 0, in tile order; shapes follow from the plan, so none are exchanged."""
         if self.rank == 0:
             buffers = [
@@ -392,11 +397,19 @@ class _Attempt:
     def _empty(self, band: Band | None) -> torch.Tensor:
         """A buffer for the pixels of ``band``, or for the whole picture."""
         plan, spec = self._plan, self._family.spec
-        extents = [plan.latent_shape[0], spec.output_channels, plan.output_frames, plan.output_height, plan.output_width]
+        extents = [
+            plan.latent_shape[0],
+            spec.output_channels,
+            plan.output_frames,
+            plan.output_height,
+            plan.output_width,
+        ]
         if band is not None:
             index = {"batch": 0, "height": 3, "width": 4}[str(plan.axis)]
             extents[index] = band.size * (1 if plan.axis == "batch" else spec.spatial_ratio)
-        return torch.empty(pixel_shape(extents, self._pixels), dtype=TORCH_DTYPES[self._pixels.dtype], device=self._device)
+        return torch.empty(
+            pixel_shape(extents, self._pixels), dtype=TORCH_DTYPES[self._pixels.dtype], device=self._device
+        )
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ extent at any depth is its latent extent times that factor.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ from decode_service.decoding.communicator import Communicator
 from decode_service.planning.bands import Band
 
 # B batch, C channels, T latent frames, H height, W width, S sequence, D head channels, G groups, N elements of a group.
+
+_active = threading.local()
 
 AXIS_DIM = {"height": -2, "width": -1}
 
@@ -67,8 +70,26 @@ class ShardedFrame(TorchFunctionMode):
         # these and wrong on everything else.
         self._halos: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
+    def __enter__(self) -> ShardedFrame:
+        _active.depth = getattr(_active, "depth", 0) + 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _active.depth -= 1
+
+    @staticmethod
+    def is_active() -> bool:
+        """Whether the halo rule holds in this thread."""
+        return getattr(_active, "depth", 0) > 0
+
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _LOCAL:
@@ -91,7 +112,9 @@ class ShardedFrame(TorchFunctionMode):
             )
         return [size * factor for size in self._sizes]
 
-    def with_halo(self, x: torch.Tensor, before: int, after: int, mode: str = "constant", value: float = 0.0) -> torch.Tensor:
+    def with_halo(
+        self, x: torch.Tensor, before: int, after: int, mode: str = "constant", value: float = 0.0
+    ) -> torch.Tensor:
         """``x`` with ``before`` and ``after`` rows of the neighbouring bands, and padding at the edges of the frame.
 
         Args:
@@ -120,7 +143,7 @@ class ShardedFrame(TorchFunctionMode):
                 sends.append((self._rank + 1, x.narrow(dim, length - before, before).contiguous()))
             if after:
                 filled.append((before + length, after, self._rank + 1))
-        for start, size, peer in filled:
+        for _, size, peer in filled:
             shape[dim] = size
             receives.append((peer, x.new_empty(shape)))
         self._communicator.exchange(sends, receives)
@@ -288,7 +311,13 @@ class ShardedFrame(TorchFunctionMode):
         return func(input, scale_factor=scale_factor, mode=mode)
 
     def _normalize(
-        self, func: Callable[..., Any], input: torch.Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+        self,
+        func: Callable[..., Any],
+        input: torch.Tensor,
+        p: float = 2.0,
+        dim: int = 1,
+        eps: float = 1e-12,
+        out: Any = None,
     ) -> torch.Tensor:
         tokens = input.dim() == 3 and dim in (-1, 2)
         if dim != 1 and not tokens:
@@ -302,7 +331,12 @@ class ShardedFrame(TorchFunctionMode):
         return func(input, *args, **kwargs)
 
     def _dropout(
-        self, func: Callable[..., Any], input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        self,
+        func: Callable[..., Any],
+        input: torch.Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
     ) -> torch.Tensor:
         if training and p:
             raise UnshardableOperation("dropout draws different numbers on every rank; put the model in eval mode")
@@ -313,7 +347,9 @@ class ShardedFrame(TorchFunctionMode):
         if x.dim() >= 4 and Ellipsis not in entries and len(entries) <= x.dim():
             position = x.dim() + self.dim
             if position < len(entries) and entries[position] != slice(None):
-                raise UnshardableOperation(f"slicing the sharded axis by {entries[position]} would lose rows of the band")
+                raise UnshardableOperation(
+                    f"slicing the sharded axis by {entries[position]} would lose rows of the band"
+                )
         return func(x, index)
 
 
@@ -336,7 +372,7 @@ def _per_dim(value: int | Sequence[int], count: int) -> list[int]:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    return getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func))
+    return str(getattr(func, "__name__", func))
 
 
 def _resolve(names: str) -> set[Any]:
@@ -366,7 +402,18 @@ _LAYOUT = _resolve(
 _QUERIES = _resolve("dim element_size get_device is_complex is_contiguous is_floating_point numel size stride")
 _QUERIES |= {
     getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "is_nested", "is_mps", "is_cpu")
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "is_cuda",
+        "requires_grad",
+        "layout",
+        "is_nested",
+        "is_mps",
+        "is_cpu",
+    )
 }
 _LOCAL = frozenset(_POINTWISE | _LAYOUT | _QUERIES)
 

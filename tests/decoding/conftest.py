@@ -46,17 +46,25 @@ def cases_of(zoo: Zoo) -> dict[str, Case]:
     for name in EXACT:
         for mode in ("direct", "spatial_shard_height", "spatial_shard_width"):
             cases[f"{name} {mode}"] = zoo.case(name, mode)
-        cases[f"{name} tile"] = zoo.case(name, "tile", tiles=StrideTiles(64, 48) if name != "wan22" else StrideTiles(64, 32))
+        cases[f"{name} tile"] = zoo.case(
+            name, "tile", tiles=StrideTiles(64, 48) if name != "wan22" else StrideTiles(64, 32)
+        )
         cases[f"{name} one tile"] = zoo.case(name, "tile")
     for chunk in (2, 5):
-        cases[f"wan21 spatial_shard_height chunk {chunk}"] = zoo.case("wan21", "spatial_shard_height", chunk=chunk, shape=(1, 4, 5, 5, 6))
+        cases[f"wan21 spatial_shard_height chunk {chunk}"] = zoo.case(
+            "wan21", "spatial_shard_height", chunk=chunk, shape=(1, 4, 5, 5, 6)
+        )
         cases[f"wan22 direct chunk {chunk}"] = zoo.case("wan22", "direct", chunk=chunk, shape=(1, 4, 5, 4, 5))
-        cases[f"wan21 tile chunk {chunk}"] = zoo.case("wan21", "tile", chunk=chunk, shape=(1, 4, 5, 9, 10), tiles=SMALL_TILES)
+        cases[f"wan21 tile chunk {chunk}"] = zoo.case(
+            "wan21", "tile", chunk=chunk, shape=(1, 4, 5, 9, 10), tiles=SMALL_TILES
+        )
     cases["minimax_h3 auto"] = zoo.case("minimax_h3", "auto")
     cases["minimax_h3 model range"] = zoo.case("minimax_h3", "auto", pixels=PixelFormat("float32", "model"))
     for collect in ("rank0", "broadcast"):
         for mode in ("direct", "batch", "tile", "spatial_shard_height", "spatial_shard_width"):
-            cases[f"wan21 {mode} {collect}"] = zoo.case("wan21", mode, collect=collect, shape=(3, 4, 2, 5, 7), tiles=SMALL_TILES)
+            cases[f"wan21 {mode} {collect}"] = zoo.case(
+                "wan21", mode, collect=collect, shape=(3, 4, 2, 5, 7), tiles=SMALL_TILES
+            )
     cases["wan21 batch"] = zoo.case("wan21", "batch", shape=(3, 4, 2, 5, 7))
     cases["wan21 batch of two"] = zoo.case("wan21", "auto", shape=(2, 4, 2, 5, 7))
     for mode in ("spatial_shard_height", "spatial_shard_width"):
@@ -64,7 +72,9 @@ def cases_of(zoo: Zoo) -> dict[str, Case]:
         cases[f"qwen_image {mode} 4-D"] = zoo.case("qwen_image", mode, shape=(2, 4, 7, 9), pixels=PixelFormat("uint8"))
     cases["wan21 denormalize"] = zoo.case("wan21", "spatial_shard_width", denormalize=True)
     cases["minimax_h3 denormalize"] = zoo.case("minimax_h3", "auto", denormalize=True, shape=(1, 4, 7, 4, 5))
-    cases["hot qwen_image tile"] = Case(zoo.folders["qwen_image"], latents_of((1, 4, 1, 11, 17)) * 50, "tile", tiles=SMALL_TILES)
+    cases["hot qwen_image tile"] = Case(
+        zoo.folders["qwen_image"], latents_of((1, 4, 1, 11, 17)) * 50, "tile", tiles=SMALL_TILES
+    )
     return cases
 
 
@@ -75,6 +85,8 @@ def group_answers(request: pytest.FixtureRequest, zoo: Zoo) -> tuple[int, dict[s
     cases = cases_of(zoo)
     if request.param == 4:
         # Four ranks check splits, not every family again.
-        cases = {key: case for key, case in cases.items() if key.startswith(("wan21 spatial", "minimax", "wan21 batch"))}
+        cases = {
+            key: case for key, case in cases.items() if key.startswith(("wan21 spatial", "minimax", "wan21 batch"))
+        }
     answers = run_group(request.param, list(cases.values()))
     return request.param, cases, dict(zip(cases, answers, strict=True))

@@ -27,12 +27,16 @@ def load(zoo: Zoo, name: str, **options: Any) -> RankDecoder:
     return RankDecoder.load(ModelSource("tiny", str(zoo.folders[name]), **options), device="cpu")
 
 
-def plan_for(decoder: RankDecoder, latents: torch.Tensor, mode: str = "direct", size: int = 1, **wish: Any) -> DecodePlan:
+def plan_for(
+    decoder: RankDecoder, latents: torch.Tensor, mode: str = "direct", size: int = 1, **wish: Any
+) -> DecodePlan:
     return make_plan(decoder.spec, tuple(latents.shape), group_size=size, policy=Policy(), mode=mode, **wish)
 
 
 def decode(decoder: RankDecoder, latents: torch.Tensor, pixels: PixelFormat = FLOAT, **options: Any) -> RankPart:
-    return decoder.decode(plan_for(decoder, latents), latents.numpy(), "float32", denormalize=False, pixels=pixels, **options)
+    return decoder.decode(
+        plan_for(decoder, latents), latents.numpy(), "float32", denormalize=False, pixels=pixels, **options
+    )
 
 
 @pytest.mark.parametrize("name", ["wan21", "wan22", "qwen_image"])

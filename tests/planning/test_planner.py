@@ -50,7 +50,9 @@ H3 = ModelSpec(
 SMALL = Policy(direct_max_pixels=64 * 64)
 
 
-def plan(shape: tuple[int, ...], *, spec: ModelSpec = WAN, ranks: int = 4, policy: Policy = SMALL, **wish: object) -> DecodePlan:
+def plan(
+    shape: tuple[int, ...], *, spec: ModelSpec = WAN, ranks: int = 4, policy: Policy = SMALL, **wish: object
+) -> DecodePlan:
     return make_plan(spec, shape, group_size=ranks, policy=policy, **wish)  # type: ignore[arg-type]
 
 

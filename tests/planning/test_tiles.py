@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from diffusers import AutoencoderKLMiniMaxH3
 from hypothesis import given
@@ -21,7 +23,7 @@ def test_stride_tiles_cover_every_pixel_once(extent: int, tile: int, data: st.Da
     stride = data.draw(st.integers(1, tile))
     spans = stride_axis(extent, tile, stride, ratio=4)
     assert covered(spans, 4) == list(range(extent * 4))
-    for before, after in zip(spans, spans[1:], strict=False):
+    for before, after in itertools.pairwise(spans):
         overlap = (before.start + before.size - after.start) * 4
         assert after.blend <= overlap, "a tile can only be blended where its neighbour was decoded too"
         assert after.blend <= after.size * 4

@@ -197,4 +197,3 @@ def stride_tiles(given: StrideTiles | None, spatial_ratio: int, class_name: str)
     if problem:
         raise ConfigError(f"policy.tile does not fit {class_name}: {problem}")
     return tiles
-

@@ -1,0 +1,13 @@
+"""Process groups: a failure on one rank reaches the others at once, and the same ranks join again afterwards."""
+
+from __future__ import annotations
+
+from tests.decoding import communicator_ranks
+from tests.decoding.harness import on_processes
+
+
+def test_a_group_is_aborted_and_formed_again_on_the_same_ranks() -> None:
+    for waited_s, aborted_s in on_processes(3, communicator_ranks.run):
+        limit_s = communicator_ranks.TIMEOUT_S / 2
+        assert waited_s < limit_s, "a failed peer must be noticed long before the timeout"
+        assert aborted_s < limit_s

@@ -1,0 +1,113 @@
+"""Where models come from: folders, subfolders of pipelines, single files, the built-in demo; and what is said if not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from decode_service.decoding.families import Family
+from decode_service.decoding.loading import ModelSource, load_family
+from decode_service.errors import ConfigError
+from decode_service.planning.spec import StrideTiles
+from tests.decoding.conftest import Zoo
+from tests.decoding.harness import latents_of
+
+CPU = torch.device("cpu")
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def load(source: Path | str, **options: str) -> Family:
+    return load_family(ModelSource("tiny", str(source), **options), device=CPU)
+
+
+def decoded(family: Family) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.cat(list(family.decode(latents_of((1, 4, 2, 3, 4)), 1)), 2)
+
+
+@pytest.fixture
+def expected(zoo: Zoo) -> torch.Tensor:
+    return zoo.references["wan21"].decode(latents_of((1, 4, 2, 3, 4))).sample
+
+
+def test_a_diffusers_folder(zoo: Zoo, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(decoded(load(zoo.folders["wan21"])), expected, atol=1e-5, rtol=0)
+
+
+def test_the_vae_of_a_pipeline_folder(zoo: Zoo, tmp_path: Path, expected: torch.Tensor) -> None:
+    shutil.copytree(zoo.folders["wan21"], tmp_path / "vae")
+    torch.testing.assert_close(decoded(load(tmp_path, subfolder="vae")), expected, atol=1e-5, rtol=0)
+    with pytest.raises(ConfigError, match=r"set model\.subfolder to 'vae'"):
+        load(tmp_path)
+
+
+def test_a_single_file_with_its_config_beside_it(zoo: Zoo, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(decoded(load(zoo.folders["wan21"] / WEIGHTS)), expected, atol=1e-5, rtol=0)
+
+
+def test_a_single_file_of_decoder_weights_alone(zoo: Zoo, tmp_path: Path, expected: torch.Tensor) -> None:
+    state = load_file(zoo.folders["wan21"] / WEIGHTS)
+    save_file({k: v for k, v in state.items() if k.startswith(("decoder", "post"))}, tmp_path / "decoder.safetensors")
+    shutil.copy(zoo.folders["wan21"] / "config.json", tmp_path)
+    torch.testing.assert_close(decoded(load(tmp_path / "decoder.safetensors")), expected, atol=1e-5, rtol=0)
+
+
+def test_the_dtype_asked_for_is_the_dtype_of_the_weights(zoo: Zoo) -> None:
+    for source in (zoo.folders["wan21"], zoo.folders["wan21"] / WEIGHTS):
+        family = load(source, dtype="bfloat16")
+        assert {parameter.dtype for parameter in family.vae.parameters()} == {torch.bfloat16}
+
+
+def test_what_a_model_keeps_in_float32_stays_there(zoo: Zoo) -> None:
+    for source in (zoo.folders["minimax_h3"], zoo.folders["minimax_h3"] / WEIGHTS):
+        dtypes = {name: p.dtype for name, p in load(source, dtype="bfloat16").vae.named_parameters()}
+        assert dtypes["decoder.norm_out.weight"] == torch.float32
+        assert dtypes["decoder.transformer_blocks.0.attn.to_q.weight"] == torch.bfloat16
+
+
+class TestMistakes:
+    def test_a_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="is not a file"):
+            load(tmp_path / "vae.safetensors")
+
+    def test_a_missing_folder_is_not_taken_for_a_hub_id(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="neither a folder"):
+            load(tmp_path / "nothing")
+
+    def test_an_unknown_builtin(self) -> None:
+        with pytest.raises(ConfigError, match="builtin:demo"):
+            load("builtin:wan")
+
+    def test_a_single_file_without_a_config(self, zoo: Zoo, tmp_path: Path) -> None:
+        shutil.copy(zoo.folders["wan21"] / WEIGHTS, tmp_path / "vae.safetensors")
+        with pytest.raises(ConfigError, match=r"config.json beside it.*model.class_name"):
+            load(tmp_path / "vae.safetensors")
+
+    def test_a_file_that_does_not_fit_its_config(self, zoo: Zoo, tmp_path: Path) -> None:
+        state = load_file(zoo.folders["wan21"] / WEIGHTS)
+        shutil.copy(zoo.folders["wan21"] / "config.json", tmp_path)
+        state.pop("decoder.conv_in.weight")
+        save_file(state, tmp_path / "vae.safetensors")
+        with pytest.raises(ConfigError, match=r"lacks 1 decoder tensors.*conv_in"):
+            load(tmp_path / "vae.safetensors")
+        state["decoder.conv_in.weight"] = torch.zeros(1, 2, 3, 3, 3)
+        save_file(state, tmp_path / "vae.safetensors")
+        with pytest.raises(ConfigError, match=r"does not fit its config\.json"):
+            load(tmp_path / "vae.safetensors")
+
+    def test_a_model_that_is_no_known_vae(self, zoo: Zoo, tmp_path: Path) -> None:
+        config = json.loads((zoo.folders["wan21"] / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "_class_name": "UNet2DModel"}))
+        with pytest.raises(ConfigError, match=r"is a UNet2DModel; known VAEs are .*AutoencoderKLWan"):
+            load(tmp_path)
+
+    def test_tiles_that_do_not_fit_the_model(self, zoo: Zoo) -> None:
+        with pytest.raises(ConfigError, match="multiples"):
+            load_family(ModelSource("tiny", str(zoo.folders["wan22"])), device=CPU, tiles=StrideTiles(250, 192))
+        with pytest.raises(ConfigError, match="part of the model"):
+            load_family(ModelSource("tiny", str(zoo.folders["minimax_h3"])), device=CPU, tiles=StrideTiles(128, 96))
