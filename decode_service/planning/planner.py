@@ -72,7 +72,9 @@ def validate_latents(spec: ModelSpec, shape: tuple[int, ...]) -> None:
     if len(shape) == 5 and spec.frame_rule is not None:
         problem = spec.frame_rule.problem(shape[2])
         if problem:
-            raise InvalidLatentsError(f"{spec.name} cannot decode {shape[2]} latent frames: {problem}", param="latents.shape")
+            raise InvalidLatentsError(
+                f"{spec.name} cannot decode {shape[2]} latent frames: {problem}", param="latents.shape"
+            )
 
 
 def make_plan(
@@ -138,17 +140,19 @@ class _Planner:
         direct_problem = self.problem("direct")
         pixels = self.height * self.width
         if not direct_problem and pixels <= self.policy.direct_max_pixels:
-            return self.direct(f"a frame of {pixels} pixels is within direct_max_pixels ({self.policy.direct_max_pixels})")
+            return self.direct(
+                f"a frame of {pixels} pixels is within direct_max_pixels ({self.policy.direct_max_pixels})"
+            )
         if self.size == 1 and not direct_problem:
             return self.direct("a group of one rank")
         for candidate in self.axes_by_length():
             if not self.problem(candidate):
                 rows = self.shape[-2] if candidate == "spatial_shard_height" else self.shape[-1]
                 axis = SHARD_AXIS[candidate]
-                return self.divided(candidate, f"{axis} is the longest axis that {self.size} ranks can share: {rows} latent cells")
-        problems = "; ".join(
-            dict.fromkeys(filter(None, (self.problem(m) for m in ("direct", *self.axes_by_length()))))
-        )
+                return self.divided(
+                    candidate, f"{axis} is the longest axis that {self.size} ranks can share: {rows} latent cells"
+                )
+        problems = "; ".join(dict.fromkeys(filter(None, (self.problem(m) for m in ("direct", *self.axes_by_length())))))
         return self.tile(f"no exact mode can run: {problems}")
 
     def forced(self, mode: str, strict: bool) -> DecodePlan:
@@ -162,7 +166,9 @@ class _Planner:
             return self.divided(mode, reason)
         if self.spec.tile_only and mode.startswith("spatial_shard"):
             # Not a matter of size: no request to this model can ever be sharded, so falling back would hide a mistake.
-            raise UnsupportedModeError(f"{mode} is not possible for {self.spec.name}: {problem}; use tile or auto", param="mode")
+            raise UnsupportedModeError(
+                f"{mode} is not possible for {self.spec.name}: {problem}; use tile or auto", param="mode"
+            )
         if strict:
             raise UnsupportedModeError(f"{mode} cannot decode this request: {problem}", param="mode")
         return self.tile("the mode that was asked for cannot run", fallback=f"{mode} cannot run: {problem}")
