@@ -133,9 +133,7 @@ class Probe:
             "param": None,
             "request_id": request.headers.get("x-request-id"),
         }
-        return JSONResponse(
-            {"error": error, "applications": states}, status_code=503, headers={"Retry-After": "5"}
-        )
+        return JSONResponse({"error": error, "applications": states}, status_code=503, headers={"Retry-After": "5"})
 
     async def _application_states(self) -> dict[str, str]:
         """State of every other application, at most about a second old."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from torch import nn
 from decode_service.decoding.families import FAMILIES, Family
 from decode_service.errors import ConfigError
 from decode_service.planning.spec import StrideTiles
+
+logger = logging.getLogger(__name__)
 
 BUILTIN_PREFIX = "builtin:"
 
@@ -51,6 +54,10 @@ def load_family(source: ModelSource, *, device: torch.device, tiles: StrideTiles
     if dtype is None:
         raise ConfigError(f"model.dtype must be one of {', '.join(_DTYPES)}, got {source.dtype!r}")
     vae = _load(source, dtype)
+    if dtype == torch.float16 and vae.config.get("force_upcast"):
+        # Such a model (SDXL) overflows in float16 and gives a black picture. float32 holds the same weights exactly.
+        logger.warning("%s must not run in float16 (force_upcast): it is decoded in float32", source.name)
+        vae.float()
     for part in _ENCODER_PARTS:
         if hasattr(vae, part):
             setattr(vae, part, None)

@@ -427,7 +427,8 @@ def _cast_up(family: Family) -> Iterator[None]:
 def _plain(value: Any) -> Any:
     """JSON-able values of a diffusers config."""
     if isinstance(value, dict):
-        return {str(key): _plain(entry) for key, entry in value.items() if not str(key).startswith("_")}
+        # All but the path that the operator loaded it from, which is nobody else's business.
+        return {str(key): _plain(entry) for key, entry in value.items() if key != "_name_or_path"}
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from decode_service.decoding.families.autoencoder_kl import AutoencoderKLFamily
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.families.minimax_h3 import MiniMaxH3Family
 from decode_service.decoding.families.qwen_image import QwenImageFamily
 from decode_service.decoding.families.wan import WanFamily
 
 FAMILIES: dict[str, type[Family]] = {
-    class_name: family for family in (WanFamily, QwenImageFamily, MiniMaxH3Family) for class_name in family.class_names
+    class_name: family
+    for family in (AutoencoderKLFamily, WanFamily, QwenImageFamily, MiniMaxH3Family)
+    for class_name in family.class_names
 }
 
 __all__ = ["FAMILIES", "Family"]
