@@ -2,11 +2,13 @@
 #
 #   docker build --target cpu  -t decode-service:cpu .
 #   docker build --target cuda -t decode-service:cuda .
-#   docker run --init --shm-size=4g -p 8000:8000 decode-service:cpu
-#   docker run --init --shm-size=16g --gpus all --ulimit memlock=-1 -p 8000:8000 decode-service:cuda
+#   docker run --shm-size=4g --stop-timeout=60 -p 8000:8000 decode-service:cpu
+#   docker run --shm-size=16g --stop-timeout=60 --gpus all --ulimit memlock=-1 -p 8000:8000 decode-service:cuda
 #
 # --shm-size: Ray's object store lives in /dev/shm (latents and pixels pass through it), and so does NCCL. With Docker's
 # default of 64 MB Ray falls back to files, with a warning, and NCCL fails.
+#
+# --stop-timeout: Serve drains for about half a minute before it ends.
 #
 # The base is plain Python for both targets. torch's CUDA wheels bring CUDA, cuDNN and NCCL, and Ray's wheels bring Ray
 # and HAProxy, so a CUDA or a Ray base image would hold a second copy of each, and tie the Python and Ray versions to

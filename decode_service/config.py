@@ -73,7 +73,8 @@ class GroupConfig(Section):
             for scheduling, not a limit).
         placement: Ray placement strategy of the group; STRICT_PACK keeps it on one node.
         collective_timeout_s: how long a rank waits inside a collective before it gives up, and how long a rank may not
-            answer a ping before it counts as frozen.
+            answer a ping before it counts as frozen. Ranks compile side by side and wait for the slowest, so it must be
+            longer than the times at which they finish one graph can differ.
         run_timeout_s: how long one decode may take; a group that takes longer is started anew.
         abort_grace_s: how long the other ranks get to come back once one has failed, before they are killed.
         start_timeout_s: how long loading and joining may take.
@@ -162,7 +163,11 @@ class CompileConfig(Section):
 
 
 class WarmupConfig(Section):
-    """Latent shapes decoded in the constructor, through the ordinary path, before the service reports ready."""
+    """Latent shapes decoded in the constructor, through the ordinary path, before the service reports ready.
+
+    Shapes of video families need two latent frames or more, because one never reaches the graph of the later frames; the
+    engine checks that, once it knows the family.
+    """
 
     shapes: tuple[tuple[int, ...], ...] = ()
 
@@ -173,10 +178,6 @@ class WarmupConfig(Section):
                 raise ValueError(
                     f"a warm-up shape is (B,C,H,W) or (B,C,T,H,W) with positive extents, got {list(shape)}"
                 )
-            if len(shape) == 5 and shape[2] == 1:
-                # One latent frame never reaches the graph of the later frames, so it would leave half the path cold.
-                # Families of single images are the exception; the engine lets those through.
-                continue
         return self
 
 

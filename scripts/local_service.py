@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import importlib.util
+import itertools
 import os
+import random
 import re
 import shutil
 import signal
@@ -22,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,12 +62,16 @@ def has_haproxy() -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, all different."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Ports that nobody listens on now, all different.
+
+    Below the range from which the system, and so Ray's own processes, take theirs: one of those would take a port again
+    between here and the moment Serve listens on it. Replicas under HAProxy listen from 30000.
+    """
+    candidates = random.sample(range(20000, 30000), 1000)
+    found = list(itertools.islice(filter(port_is_free, candidates), count))
+    if len(found) < count:
+        raise ServiceFailed("no free port between 20000 and 30000")
+    return found
 
 
 def port_is_free(port: int) -> bool:
@@ -135,7 +141,7 @@ def _last_error(log: str) -> str:
     return found[-1] if found else "see the log"
 
 
-def _processes_of_session(session: int) -> list[int]:
+def processes_of_session(session: int) -> list[int]:
     """Live processes whose session leader is `session`. Processes that have only to be reaped do not count."""
     if Path("/proc/self/stat").exists():
         candidates = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
@@ -230,17 +236,19 @@ class LocalService:
             if self.log_path is not None:
                 self.log_path.parent.mkdir(parents=True, exist_ok=True)
                 self._log = self.log_path.open("wb")
-            self._process = subprocess.Popen(
-                # `--address local`: a new Ray, even where another one could be found.
-                [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(config_path)],
-                cwd=ROOT,
-                env={**environment(self._folder, haproxy=self._haproxy), **self._env},
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT if self._log else None,
-                # A session of its own, so that Ctrl-C reaches this process alone, and what it leaves can be told apart.
-                start_new_session=True,
-            )
+            with _interrupts_heard_by_children():
+                self._process = subprocess.Popen(
+                    # `--address local`: a new Ray, even where another one could be found.
+                    [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(config_path)],
+                    cwd=ROOT,
+                    env={**environment(self._folder, haproxy=self._haproxy), **self._env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=subprocess.STDOUT if self._log else None,
+                    # A session of its own, so that Ctrl-C reaches this process alone, and what it leaves can be told
+                    # apart.
+                    start_new_session=True,
+                )
         except BaseException:
             self.stop()
             raise
@@ -273,7 +281,7 @@ class LocalService:
         try:
             with urllib.request.urlopen(f"{self.url}/readyz", timeout=2) as reply:
                 return bool(reply.status == 200)
-        except (urllib.error.URLError, OSError):
+        except (OSError, http.client.HTTPException):
             return False
 
     def wait(self) -> int:
@@ -312,7 +320,7 @@ class LocalService:
                 process.wait(patience_s)
         # Ray's own processes watch the one that started them and end shortly after it.
         deadline = time.monotonic() + 10.0
-        while (left := _processes_of_session(process.pid)) and time.monotonic() < deadline:
+        while (left := processes_of_session(process.pid)) and time.monotonic() < deadline:
             time.sleep(0.1)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -320,10 +328,10 @@ class LocalService:
 
 
 @contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """A second Ctrl-C must not cut the clean-up short. Only the main thread may change handlers."""
+def _interrupt_handler(handler: Any) -> Iterator[None]:
+    """Another handler of SIGINT for a while. Only the main thread may change handlers; elsewhere nothing happens."""
     try:
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        previous = signal.signal(signal.SIGINT, handler)
     except ValueError:
         yield
         return
@@ -331,6 +339,18 @@ def _interrupts_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def _interrupts_ignored() -> contextlib.AbstractContextManager[None]:
+    """A second Ctrl-C must not cut the clean-up short."""
+    return _interrupt_handler(signal.SIG_IGN)
+
+
+def _interrupts_heard_by_children() -> contextlib.AbstractContextManager[None]:
+    """A shell's background jobs ignore SIGINT, and pass that on; `serve run` must hear it to shut down."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return _interrupt_handler(signal.default_int_handler)
+    return contextlib.nullcontext()
 
 
 def exit_on_signals() -> None:

@@ -148,6 +148,7 @@ class TorchCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device) -> None:
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = (group, control)
+        self._closing = threading.Lock()
         self._device = device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -193,10 +194,13 @@ class TorchCommunicator(Communicator):
 
     def close(self) -> None:
         # gloo has no abort of its own: its connections close, and the peers' waits end at once, when the last
-        # reference to the group goes.
-        self._groups = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        # reference to the group goes. torch has one default group per process, so only the communicator that still holds
+        # groups may destroy it: another one may have been formed since.
+        with self._closing:
+            groups, self._groups = self._groups, None
+            if groups is not None and dist.is_initialized():
+                del groups
+                dist.destroy_process_group()
 
 
 def join_group(

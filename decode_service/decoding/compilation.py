@@ -29,6 +29,7 @@ class CompilableDecoder:
     Attributes:
         active: whether calls that can run compiled do.
         reason: why not, where they do not.
+        paused: whether they do not for now.
         compiled_calls: calls that ran compiled so far.
     """
 
@@ -37,6 +38,7 @@ class CompilableDecoder:
         self._compiled: Callable[..., torch.Tensor] | None = None
         self.active = enabled
         self.reason = "" if enabled else "switched off in the config"
+        self.paused = False
         self.compiled_calls = 0
 
     def disable(self, reason: str) -> None:
@@ -48,7 +50,7 @@ class CompilableDecoder:
         self._compiled = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not self.active or ShardedFrame.is_active():
+        if not self.active or self.paused or ShardedFrame.is_active():
             return self._eager(*args, **kwargs)
         try:
             if self._compiled is None:

@@ -128,6 +128,7 @@ class RankDecoder:
         denormalize: bool,
         pixels: PixelFormat,
         precision: str | None = None,
+        eager: bool = False,
     ) -> RankPart:
         """Carry out this rank's part of ``plan``.
 
@@ -137,6 +138,7 @@ class RankDecoder:
             denormalize: whether to apply the model's own statistics first.
             pixels: dtype and range of the result.
             precision: ``float32`` to run this decode with the weights cast up; None for the model's own dtype.
+            eager: leave the compiled decoder aside for this decode.
 
         Raises:
             CompileFailedError: compilation failed; nothing was decoded.
@@ -146,6 +148,7 @@ class RankDecoder:
             CommunicatorAborted, RuntimeError: a collective was interrupted.
         """
         compiled_before = self._decoder.compiled_calls
+        self._decoder.paused = eager
         attempt = _Attempt(self._family, self._communicator, self._device, plan, pixels, denormalize)
         cast = _cast_up(self._family) if precision == "float32" else contextlib.nullcontext()
         try:
@@ -169,9 +172,13 @@ class RankDecoder:
         )
 
     def _leave(self, plan: DecodePlan) -> None:
-        """Peers may wait for this rank in a collective that it will never join: let them fail now, not at a timeout."""
+        """Peers may wait for this rank in a collective that it will never join: let them fail now, not at a timeout.
+
+        Runs while an error is on its way out, which must not be replaced by one about a group that is gone already.
+        """
         if plan.needs_group:
-            self._communicator.abort()
+            with contextlib.suppress(Exception):
+                self._communicator.abort()
 
 
 class _Attempt:

@@ -67,8 +67,8 @@ class CameraMove:
 
 CAMERA_MOVES: dict[str, CameraMove] = {
     "still": CameraMove("coffee.jpg", (85, 0, 400), (85, 0, 400), frames=1, height=256, width=256),
-    "landscape": CameraMove("rocket.jpg", (30, 70, 580), (70, 116, 500), frames=17, height=240, width=416),
-    "portrait": CameraMove("astronaut.jpg", (70, 0, 290), (90, 6, 270), frames=17, height=416, width=240),
+    "landscape": CameraMove("rocket.jpg", (30, 70, 580), (50, 94, 540), frames=17, height=240, width=416),
+    "portrait": CameraMove("astronaut.jpg", (70, 0, 290), (80, 3, 280), frames=17, height=416, width=240),
 }
 
 

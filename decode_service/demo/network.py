@@ -4,7 +4,7 @@ diffusers runs `AutoencoderKLWan` chunk by chunk with a cache, which is how one 
 train a small network on a CPU. Two facts make it cheap, and `train.py` checks both against diffusers before it starts:
 
 - A causal 3x3x3 convolution over one frame sees two zero frames, so it is a 2-D convolution with the last temporal
-  slice. Stills train as a 2-D network on those slices (`planar=True`).
+  slice. Stills train as a 2-D network, and leave the other slices alone.
 - Over a whole clip the cached chunks amount to zero frames in front; only the temporal resampling treats the first
   frame apart: it passes through, and the rest are resampled among themselves.
 
@@ -26,30 +26,11 @@ class TrainableVAE(nn.Module):
     """Runs the encoder and decoder of a diffusers `AutoencoderKLWan` on a batch of equally long clips.
 
     Inside, frames are folded into the batch dim and kept channels-last, which is what the CPU convolutions want.
-    With `planar=True` every frame is its own clip of length one and only the last temporal slices are trained: they
-    live in `slices`, so that the optimiser neither sees nor moves the rest. `write_back()` puts them into the VAE.
     """
 
-    def __init__(self, vae: AutoencoderKLWan, planar: bool) -> None:
+    def __init__(self, vae: AutoencoderKLWan) -> None:
         super().__init__()
         self.vae = vae
-        self.planar = planar
-        self.slices = nn.ParameterList()
-        self._slice_of: dict[nn.Module, int] = {}
-        if planar:
-            for conv in _convolutions(vae):
-                self._slice_of[conv] = len(self.slices)
-                self.slices.append(nn.Parameter(_channels_last(conv.weight.detach()[:, :, -1].clone())))
-                conv.weight.requires_grad_(False)
-        else:
-            for parameter in vae.parameters():
-                parameter.requires_grad_(True)
-
-    @torch.no_grad()
-    def write_back(self) -> None:
-        """Copies the trained slices into the 3-D kernels (no-op unless planar)."""
-        for conv, index in self._slice_of.items():
-            conv.weight[:, :, -1] = self.slices[index]
 
     def encode(self, pixels_BCFHW: Tensor) -> Tensor:
         """Pixels in [-1, 1], F = 1 + 4n, to the mean latents (B, 16, 1 + n, H/8, W/8)."""
@@ -84,10 +65,8 @@ class TrainableVAE(nn.Module):
     def _conv(self, conv: nn.Conv3d, x_NCHW: Tensor, frames: int) -> Tensor:
         # diffusers keeps its own padding (w, w, h, h, t, 0) and leaves the convolution's at zero.
         pad = (conv._padding[2], conv._padding[0])
-        if self.planar:
-            return F.conv2d(x_NCHW, self.slices[self._slice_of[conv]], conv.bias, padding=pad)
-        if conv.kernel_size[0] == 1:
-            return F.conv2d(x_NCHW, conv.weight[:, :, 0], conv.bias, padding=pad)
+        if frames == 1 or conv.kernel_size[0] == 1:
+            return F.conv2d(x_NCHW, conv.weight[:, :, -1], conv.bias, padding=pad)
         x_BCTHW = F.pad(_unfold(x_NCHW, frames), (0, 0, 0, 0, conv._padding[4], 0))
         return _fold(F.conv3d(x_BCTHW, conv.weight, conv.bias, padding=(0, *pad)))[0]
 
@@ -104,7 +83,7 @@ class TrainableVAE(nn.Module):
         return x
 
     def _upsample(self, layer: nn.Module, x: Tensor, frames: int) -> tuple[Tensor, int]:
-        if layer.mode == "upsample3d" and not self.planar and frames > 1:
+        if layer.mode == "upsample3d" and frames > 1:
             x_BCTHW = _unfold(x, frames)
             first, rest = x_BCTHW[:, :, :1], x_BCTHW[:, :, 1:]
             rest = F.conv3d(F.pad(rest, (0, 0, 0, 0, 2, 0)), layer.time_conv.weight, layer.time_conv.bias)
@@ -115,7 +94,7 @@ class TrainableVAE(nn.Module):
 
     def _downsample(self, layer: nn.Module, x: Tensor, frames: int) -> tuple[Tensor, int]:
         x = layer.resample(x)
-        if layer.mode == "downsample3d" and not self.planar and frames > 1:
+        if layer.mode == "downsample3d" and frames > 1:
             x_BCTHW = _unfold(x, frames)
             rest = F.conv3d(x_BCTHW, layer.time_conv.weight, layer.time_conv.bias, stride=(2, 1, 1))
             x, frames = _fold(torch.cat([x_BCTHW[:, :, :1], rest], dim=2))
@@ -123,24 +102,27 @@ class TrainableVAE(nn.Module):
 
 
 @torch.no_grad()
-def start_as_a_slideshow(vae: AutoencoderKLWan) -> None:
-    """Sets the temporal kernels so that a clip is decoded as if each latent frame were a still, held for four frames.
+def start_as_a_crossfade(vae: AutoencoderKLWan) -> None:
+    """Sets the temporal kernels so that a clip is a row of stills, four frames apart, and the decoder fades between.
 
-    That is what a network trained on stills knows. Training on clips starts from it, rather than from noise in time.
+    That is as far as a network trained on stills can get. Training on clips starts from it, not from noise in time.
     """
-    for conv in _convolutions(vae):
-        if conv.kernel_size == (3, 1, 1):
-            conv.weight.zero_()
-            conv.bias.zero_()
-            # One identity for the encoder's, two (even and odd frames) for the decoder's.
-            copies = conv.out_channels // conv.in_channels
-            conv.weight[:, :, -1, 0, 0] = torch.eye(conv.in_channels).repeat(copies, 1)
-        else:
+    for conv in vae.modules():
+        if not isinstance(conv, nn.Conv3d) or conv.kernel_size[0] == 1:
+            continue
+        if conv.kernel_size == (3, 3, 3):
             conv.weight[:, :, :-1] = 0
-
-
-def _convolutions(vae: AutoencoderKLWan) -> list[nn.Conv3d]:
-    return [module for module in vae.modules() if isinstance(module, nn.Conv3d)]
+            continue
+        conv.weight.zero_()
+        conv.bias.zero_()
+        identity = torch.eye(conv.in_channels)
+        if conv.out_channels == conv.in_channels:
+            conv.weight[:, :, -1, 0, 0] = identity  # downsampling: keep the later of two frames
+        else:
+            # Upsampling: the first half of the channels is the earlier of two frames, halfway from the one before.
+            conv.weight[: conv.in_channels, :, -1, 0, 0] = identity / 2
+            conv.weight[: conv.in_channels, :, -2, 0, 0] = identity / 2
+            conv.weight[conv.in_channels :, :, -1, 0, 0] = identity
 
 
 def _channels_last(x_NCHW: Tensor) -> Tensor:

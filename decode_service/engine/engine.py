@@ -237,7 +237,9 @@ class DecodeEngine:
             raise NonFiniteLatentsError("the latents hold NaN or Inf", param="latents.data")
         wished_s = self._config.limits.default_deadline_s if job.deadline_s is None else job.deadline_s
         strict = self._policy.strict if job.strict is None else job.strict
-        task = RankTask(plan, job.denormalize, job.pixels, None, job.request_id)
+        if plan.fallback:
+            logger.warning("%s; decoding in %s mode, request %s", plan.fallback, plan.mode, job.request_id or "-")
+        task = RankTask(plan, job.denormalize, job.pixels, request_id=job.request_id)
         run = await self._run_to_the_end(
             task,
             job.latents,
@@ -511,7 +513,8 @@ class DecodeEngine:
     async def _decode_for_test(self, latents: WireTensor, mode: str) -> np.ndarray:
         pixels = PixelFormat("float32", "model")
         plan = self.plan(latents.shape, mode=mode, strict=True, collect="shards")
-        task = RankTask(plan, False, pixels, None, f"self-test {mode}")
+        # Eagerly: nobody will send these shapes, so compiling for them would only delay the start.
+        task = RankTask(plan, pixels=pixels, eager=True, request_id=f"self-test {mode}")
         run = await self._run_to_the_end(task, latents, admitted=True)
         return _outcome(run, "float32", run.timings_ms).assemble()
 

@@ -165,6 +165,7 @@ class RankTask:
         denormalize: whether the model's own statistics are applied first.
         pixels: what the ranks return.
         precision: dtype of the arithmetic where it differs from the model's own (``float32``), or None.
+        eager: whether to leave the compiled decoder aside, for shapes that are decoded once.
         request_id: for logs.
     """
 
@@ -172,6 +173,7 @@ class RankTask:
     denormalize: bool = False
     pixels: PixelFormat = field(default_factory=PixelFormat)
     precision: str | None = None
+    eager: bool = False
     request_id: str = ""
 
 

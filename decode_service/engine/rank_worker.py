@@ -106,6 +106,7 @@ class RankWorker:
                 denormalize=task.denormalize,
                 pixels=task.pixels,
                 precision=task.precision,
+                eager=task.eager,
             )
         except Exception as error:
             failure = describe_failure(error)

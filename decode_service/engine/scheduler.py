@@ -99,8 +99,11 @@ class Scheduler:
             raise QueueFullError(
                 f"{self.waiting} requests wait and {self.running} run; the limit is {self._max_jobs} together"
             )
+        timeout = None if deadline is None else deadline - time.monotonic()
+        if timeout is not None and timeout <= 0:
+            # Started first and given up after, it would hold the ranks for nobody.
+            raise DeadlineExceededError("the deadline passed before the ranks were asked", param="deadline_ms")
         ticket = self._submit(work, gang=gang, head=admitted)
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             # wait() neither cancels nor unwraps what it waits for, so the job is shielded from both ways out.
             await asyncio.wait([ticket.result], timeout=timeout)

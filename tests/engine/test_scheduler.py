@@ -174,6 +174,17 @@ def test_a_deadline_ends_the_waiting(waits: bool) -> None:
     run(test)
 
 
+def test_a_job_whose_deadline_has_passed_is_not_started() -> None:
+    async def test(jobs: Jobs) -> None:
+        scheduler = Scheduler(1, max_jobs=5)
+        with pytest.raises(DeadlineExceededError):
+            await scheduler.run(jobs.job("late"), gang=False, deadline=time.monotonic() - 1)
+        await settle()
+        assert jobs.started == []
+
+    run(test)
+
+
 def test_exclusive_work_goes_first_and_alone() -> None:
     async def test(jobs: Jobs) -> None:
         scheduler = Scheduler(2, max_jobs=5)
