@@ -48,6 +48,72 @@ class CausalFrames:
 
 
 @dataclass(frozen=True, slots=True)
+class SingleFrame:
+    """Image decoders whose latents have a time axis, of one frame."""
+
+    def frames(self, latent_frames: int) -> int:
+        return latent_frames
+
+    def problem(self, latent_frames: int) -> str | None:
+        return (
+            None if latent_frames == 1 else "it decodes images, one latent frame each; send videos as a batch of images"
+        )
+
+    def describe(self) -> str:
+        return "one frame"
+
+
+@dataclass(frozen=True, slots=True)
+class EqualFrames:
+    """Decoders that leave time as it is: every latent frame gives one pixel frame."""
+
+    def frames(self, latent_frames: int) -> int:
+        return latent_frames
+
+    def problem(self, latent_frames: int) -> str | None:
+        return None if latent_frames >= 1 else "at least one latent frame is needed"
+
+    def describe(self) -> str:
+        return "T"
+
+
+@dataclass(frozen=True, slots=True)
+class RemainderFirstFrames:
+    """CogVideoX: chunks of ``batch`` latent frames whose first one takes the remainder as well.
+
+    The rule is that of ``AutoencoderKLCogVideoX._decode`` in diffusers 0.42. How frames are grouped is part of the model:
+    statistics are taken per chunk, and a chunk of an odd number of frames begins with one that is not upsampled in time.
+
+    Attributes:
+        batch: latent frames of a chunk.
+        ratio: pixel frames per latent frame, a power of two.
+    """
+
+    batch: int
+    ratio: int
+
+    def chunks(self, latent_frames: int) -> tuple[tuple[int, int], ...]:
+        """``(start, stop)`` of every decoder pass."""
+        first = min(self.batch + latent_frames % self.batch, latent_frames)
+        return ((0, first), *((t, t + self.batch) for t in range(first, latent_frames, self.batch)))
+
+    def chunk_frames(self, latent_frames: int) -> int:
+        """Pixel frames of a chunk of ``latent_frames``."""
+        return self.ratio * latent_frames if latent_frames % 2 == 0 else 1 + self.ratio * (latent_frames - 1)
+
+    def frames(self, latent_frames: int) -> int:
+        return sum(self.chunk_frames(stop - start) for start, stop in self.chunks(latent_frames))
+
+    def problem(self, latent_frames: int) -> str | None:
+        return None if latent_frames >= 1 else "at least one latent frame is needed"
+
+    def describe(self) -> str:
+        if self.batch == 2:
+            return f"1 + {self.ratio} * (T - 1) for odd T, {self.ratio} * T for even T"
+        return f"by chunks of {self.batch} latent frames, the first one with the remainder"
+
+
+@dataclass(frozen=True, slots=True)
 class ClipFrames:
     """MiniMax-H3: latents come in clips whose tails were dropped by the encoder, so decoded clips overlap.
 
