@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from decode_service.decoding.families.autoencoder_kl import AutoencoderKLFamily
 from decode_service.decoding.families.base import Family
+from decode_service.decoding.families.cogvideox import CogVideoXFamily
 from decode_service.decoding.families.minimax_h3 import MiniMaxH3Family
 from decode_service.decoding.families.qwen_image import QwenImageFamily
 from decode_service.decoding.families.qwen_image21 import QwenImage21Family
@@ -11,7 +12,7 @@ from decode_service.decoding.families.wan import WanFamily
 
 FAMILIES: dict[str, type[Family]] = {
     class_name: family
-    for family in (AutoencoderKLFamily, WanFamily, QwenImageFamily, QwenImage21Family, MiniMaxH3Family)
+    for family in (AutoencoderKLFamily, WanFamily, QwenImageFamily, QwenImage21Family, MiniMaxH3Family, CogVideoXFamily)
     for class_name in family.class_names
 }
 
