@@ -6,13 +6,22 @@ from decode_service.decoding.families.autoencoder_kl import AutoencoderKLFamily
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.families.cogvideox import CogVideoXFamily
 from decode_service.decoding.families.minimax_h3 import MiniMaxH3Family
+from decode_service.decoding.families.mochi import MochiFamily
 from decode_service.decoding.families.qwen_image import QwenImageFamily
 from decode_service.decoding.families.qwen_image21 import QwenImage21Family
 from decode_service.decoding.families.wan import WanFamily
 
 FAMILIES: dict[str, type[Family]] = {
     class_name: family
-    for family in (AutoencoderKLFamily, WanFamily, QwenImageFamily, QwenImage21Family, MiniMaxH3Family, CogVideoXFamily)
+    for family in (
+        AutoencoderKLFamily,
+        WanFamily,
+        QwenImageFamily,
+        QwenImage21Family,
+        MiniMaxH3Family,
+        CogVideoXFamily,
+        MochiFamily,
+    )
     for class_name in family.class_names
 }
 
