@@ -9,6 +9,7 @@ from decode_service.decoding.families.minimax_h3 import MiniMaxH3Family
 from decode_service.decoding.families.mochi import MochiFamily
 from decode_service.decoding.families.qwen_image import QwenImageFamily
 from decode_service.decoding.families.qwen_image21 import QwenImage21Family
+from decode_service.decoding.families.temporal_decoder import TemporalDecoderFamily
 from decode_service.decoding.families.wan import WanFamily
 
 FAMILIES: dict[str, type[Family]] = {
@@ -21,6 +22,7 @@ FAMILIES: dict[str, type[Family]] = {
         MiniMaxH3Family,
         CogVideoXFamily,
         MochiFamily,
+        TemporalDecoderFamily,
     )
     for class_name in family.class_names
 }
