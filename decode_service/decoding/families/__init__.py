@@ -5,6 +5,7 @@ from __future__ import annotations
 from decode_service.decoding.families.autoencoder_kl import AutoencoderKLFamily
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.families.cogvideox import CogVideoXFamily
+from decode_service.decoding.families.magvit import MagvitFamily
 from decode_service.decoding.families.minimax_h3 import MiniMaxH3Family
 from decode_service.decoding.families.mochi import MochiFamily
 from decode_service.decoding.families.qwen_image import QwenImageFamily
@@ -23,6 +24,7 @@ FAMILIES: dict[str, type[Family]] = {
         CogVideoXFamily,
         MochiFamily,
         TemporalDecoderFamily,
+        MagvitFamily,
     )
     for class_name in family.class_names
 }
