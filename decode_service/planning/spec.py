@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode_service.planning.temporal import ClipFrames, FrameRule
+from decode_service.planning.temporal import ClipFrames, FrameRule, OverlapFrames
 from decode_service.planning.tiles import TileGrid, TileSpan, overlap_axis, stride_axis
 
 
@@ -66,18 +66,23 @@ class RectangleTiles:
 
 @dataclass(frozen=True, slots=True)
 class OverlapTiles:
-    """Full tiles with at least ``min_overlap_px`` pixels of overlap; part of the model's contract, so not adjustable."""
+    """Full tiles with at least ``min_overlap_px`` pixels of overlap; part of the model's contract, so not adjustable.
+
+    ``min_overlap_width_px`` is the overlap along the width where it is another.
+    """
 
     size_px: int = 256
     min_overlap_px: int = 64
+    min_overlap_width_px: int | None = None
 
     def grid(self, height: int, width: int, spatial_ratio: int, decoder_ratio: int) -> TileGrid:
         """Tiles of a latent frame of ``height`` x ``width`` cells; see ``StrideTiles.grid``."""
         tile = self.size_px // spatial_ratio
         overlap = self.min_overlap_px // spatial_ratio
+        along_width = overlap if self.min_overlap_width_px is None else self.min_overlap_width_px // spatial_ratio
         return TileGrid(
             overlap_axis(height, tile, overlap, decoder_ratio),
-            overlap_axis(width, tile, overlap, decoder_ratio),
+            overlap_axis(width, tile, along_width, decoder_ratio),
             sequential=False,
         )
 
@@ -139,7 +144,7 @@ class ModelSpec:
 
     def tile_parts(self, latent_shape: tuple[int, ...]) -> int:
         """Times that the tile grid is decoded: once per clip for clip-wise families, else once."""
-        if isinstance(self.frame_rule, ClipFrames):
+        if isinstance(self.frame_rule, (ClipFrames, OverlapFrames)):
             return self.frame_rule.clip_count(latent_shape[2])
         return 1
 

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from decode_service.planning.tiles import TileSpan, overlap_axis
+
 
 class FrameRule(Protocol):
     """Latent frames to pixel frames."""
@@ -111,6 +113,37 @@ class RemainderFirstFrames:
         if self.batch == 2:
             return f"1 + {self.ratio} * (T - 1) for odd T, {self.ratio} * T for even T"
         return f"by chunks of {self.batch} latent frames, the first one with the remainder"
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapFrames:
+    """Allegro: clips that overlap and are cross-faded, laid out in time as tiles are in space.
+
+    Attributes:
+        clip: latent frames of a clip.
+        min_overlap: latent frames that consecutive clips share at least.
+        ratio: pixel frames per latent frame.
+    """
+
+    clip: int
+    min_overlap: int
+    ratio: int
+
+    def spans(self, latent_frames: int) -> tuple[TileSpan, ...]:
+        """The clips, with starts and sizes in latent frames and overlaps in pixel frames."""
+        return overlap_axis(latent_frames, self.clip, self.min_overlap, self.ratio)
+
+    def clip_count(self, latent_frames: int) -> int:
+        return len(self.spans(latent_frames))
+
+    def frames(self, latent_frames: int) -> int:
+        return self.ratio * latent_frames
+
+    def problem(self, latent_frames: int) -> str | None:
+        return None if latent_frames >= 1 else "at least one latent frame is needed"
+
+    def describe(self) -> str:
+        return f"{self.ratio} * T"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decode_service.decoding.families.allegro import AllegroFamily
 from decode_service.decoding.families.autoencoder_kl import AutoencoderKLFamily
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.families.cogvideox import CogVideoXFamily
@@ -25,6 +26,7 @@ FAMILIES: dict[str, type[Family]] = {
         MochiFamily,
         TemporalDecoderFamily,
         MagvitFamily,
+        AllegroFamily,
     )
     for class_name in family.class_names
 }
