@@ -293,6 +293,33 @@ class ShardedFrame(TorchFunctionMode):
 
     # Functions that are local for some arguments only
 
+    def _carry_halo(self, source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """``result``, remembered to hold the halo of ``source``: for functions that leave the sharded axis alone.
+
+        Decoders cut a padded clip into shorter ones before they convolve it; each part still has its neighbours' rows.
+        """
+        halo = self._halos.get(source, 0)
+        if halo and result is not source:
+            self._halos[result] = halo
+        return result
+
+    def _is_axis(self, x: torch.Tensor, dim: int) -> bool:
+        """Whether ``dim`` of ``x`` is the sharded axis, as far as the number of dimensions tells."""
+        return dim % x.dim() == x.dim() + self.dim
+
+    def _chunk(self, func: Callable[..., Any], input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[Any, ...]:
+        parts = func(input, chunks, dim)
+        return parts if self._is_axis(input, dim) else tuple(self._carry_halo(input, part) for part in parts)
+
+    def _cat(
+        self, func: Callable[..., Any], tensors: Sequence[torch.Tensor], dim: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        joined: torch.Tensor = func(tensors, dim, **kwargs)
+        halos = {self._halos.get(x, 0) for x in tensors}
+        if len(halos) == 1 and not self._is_axis(joined, dim):
+            return self._carry_halo(tensors[0], joined)
+        return joined
+
     def _interpolate(
         self,
         func: Callable[..., Any],
@@ -304,11 +331,34 @@ class ShardedFrame(TorchFunctionMode):
         recompute_scale_factor: bool | None = None,
         antialias: bool = False,
     ) -> torch.Tensor:
-        factors = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor]
-        whole = size is None and all(factor is not None and float(factor).is_integer() for factor in factors)
-        if mode not in ("nearest", "nearest-exact") or not whole:
+        spatial = input.dim() - 2
+        index = spatial + self.dim
+        if index < 0:
+            raise UnshardableOperation("resizing a sequence has no sharded axis of its own")
+        if size is None:
+            factors = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor] * spatial
+            factor = float(factors[index] or 0.0)
+        elif isinstance(size, torch.Size):
+            # The extents of another band. A size given as numbers would be that of the frame, and wrong on every band.
+            factor = size[index] / input.shape[input.dim() + self.dim]
+            self.extents(size[index])
+        else:
+            factor = 0.0
+        # Along the other axes every mode is local. Along this one nearest is, for the whole factors whose reciprocal is
+        # exact: others may round to the row before, depending on where in the frame a band begins.
+        nearest = mode in ("nearest", "nearest-exact") and factor.is_integer() and factor >= 1
+        exact = nearest and (size is None or int(factor) & (int(factor) - 1) == 0)
+        if not exact and not (factor == 1.0 and mode in ("linear", "bilinear", "trilinear")):
             raise UnshardableOperation(f"{mode} resizing to {size or scale_factor} mixes rows of neighbouring bands")
-        return func(input, scale_factor=scale_factor, mode=mode)
+        return func(
+            input,
+            size=size,
+            scale_factor=scale_factor,
+            mode=mode,
+            align_corners=align_corners,
+            recompute_scale_factor=recompute_scale_factor,
+            antialias=antialias,
+        )
 
     def _normalize(
         self,
@@ -323,6 +373,17 @@ class ShardedFrame(TorchFunctionMode):
         if dim != 1 and not tokens:
             raise UnshardableOperation(f"normalizing over dimension {dim} is local only over channels")
         return func(input, p=p, dim=dim, eps=eps)
+
+    def _linear(
+        self, func: Callable[..., Any], input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Weights of the model have the frame's extents or none: on the sharded axis they would not fit a band.
+
+        So a linear layer that accepts a band acts on another dimension. Of a tensor computed meanwhile that is not known.
+        """
+        if input.dim() > 3 and not isinstance(weight, torch.nn.Parameter):
+            raise UnshardableOperation(f"a product of {input.dim()}-D bands may run over the sharded axis")
+        return func(input, weight, bias)
 
     def _last_dim(self, func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Functions of the last dimension, which is channels for tokens (B,S,C) and may be the width otherwise."""
@@ -350,7 +411,9 @@ class ShardedFrame(TorchFunctionMode):
                 raise UnshardableOperation(
                     f"slicing the sharded axis by {entries[position]} would lose rows of the band"
                 )
-        return func(x, index)
+        result = func(x, index)
+        # Only plain slices keep the dimensions, so only of them is it known which one the halo is in.
+        return self._carry_halo(x, result) if all(isinstance(entry, slice) for entry in entries) else result
 
 
 def _outside(x: torch.Tensor, dim: int, rows: int, mode: str, value: float, *, at_start: bool) -> torch.Tensor:
@@ -395,7 +458,7 @@ _POINTWISE = _resolve(
 )
 # Elements move or are created, none is computed from another position. Slicing has a check of its own.
 _LAYOUT = _resolve(
-    "broadcast_to cat chunk concat empty_like expand expand_as flatten full_like movedim new_empty new_full new_ones "
+    "broadcast_to empty_like expand expand_as flatten full_like movedim new_empty new_full new_ones "
     "new_zeros ones_like permute repeat_interleave reshape reshape_as split squeeze stack swapaxes transpose unbind "
     "unflatten unsqueeze view view_as zeros_like"
 )
@@ -426,9 +489,13 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: ShardedFrame._attention,
     F.interpolate: ShardedFrame._interpolate,
     F.normalize: ShardedFrame._normalize,
-    F.linear: ShardedFrame._last_dim,
+    F.linear: ShardedFrame._linear,
     F.layer_norm: ShardedFrame._last_dim,
     F.rms_norm: ShardedFrame._last_dim,
     F.dropout: ShardedFrame._dropout,
     torch.Tensor.__getitem__: ShardedFrame._getitem,
+    torch.chunk: ShardedFrame._chunk,
+    torch.Tensor.chunk: ShardedFrame._chunk,
+    torch.cat: ShardedFrame._cat,
+    torch.concat: ShardedFrame._cat,
 }

@@ -211,7 +211,11 @@ class _Planner:
     def operand_elements(self, share: float) -> int:
         """Elements of the widest operand of one pass over ``share`` of the frame; items of a batch go one by one."""
         later_frames = min(self.chunk, self.latent_frames - 1)
-        per_pixel = max(self.spec.operand_per_pixel_first, self.spec.operand_per_pixel * later_frames)
+        per_pixel = max(
+            self.spec.operand_per_pixel_first,
+            self.spec.operand_per_pixel * later_frames,
+            self.spec.operand_per_frame * self.frames,
+        )
         return int(per_pixel * self.height * self.width * share)
 
     def direct(self, reason: str) -> DecodePlan:

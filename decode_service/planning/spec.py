@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode_service.planning.temporal import ClipFrames, FrameRule
-from decode_service.planning.tiles import TileGrid, overlap_axis, stride_axis
+from decode_service.planning.temporal import ClipFrames, FrameRule, OverlapFrames
+from decode_service.planning.tiles import TileGrid, TileSpan, overlap_axis, stride_axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +46,43 @@ class StrideTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class RectangleTiles:
+    """Tiles of a fixed size and stride that differ between the axes (CogVideoX)."""
+
+    vertical: StrideTiles
+    horizontal: StrideTiles
+
+    def grid(self, height: int, width: int, spatial_ratio: int, decoder_ratio: int) -> TileGrid:
+        """Tiles of a latent frame of ``height`` x ``width`` cells; see ``StrideTiles.grid``."""
+        fits = height <= self.vertical.size_px // spatial_ratio and width <= self.horizontal.size_px // spatial_ratio
+
+        def spans(extent: int, tiles: StrideTiles) -> tuple[TileSpan, ...]:
+            tile = extent if fits else tiles.size_px // spatial_ratio
+            stride = extent if fits else tiles.stride_px // spatial_ratio
+            return stride_axis(extent, tile, stride, decoder_ratio)
+
+        return TileGrid(spans(height, self.vertical), spans(width, self.horizontal), sequential=True)
+
+
+@dataclass(frozen=True, slots=True)
 class OverlapTiles:
-    """Full tiles with at least ``min_overlap_px`` pixels of overlap; part of the model's contract, so not adjustable."""
+    """Full tiles with at least ``min_overlap_px`` pixels of overlap; part of the model's contract, so not adjustable.
+
+    ``min_overlap_width_px`` is the overlap along the width where it is another.
+    """
 
     size_px: int = 256
     min_overlap_px: int = 64
+    min_overlap_width_px: int | None = None
 
     def grid(self, height: int, width: int, spatial_ratio: int, decoder_ratio: int) -> TileGrid:
         """Tiles of a latent frame of ``height`` x ``width`` cells; see ``StrideTiles.grid``."""
         tile = self.size_px // spatial_ratio
         overlap = self.min_overlap_px // spatial_ratio
+        along_width = overlap if self.min_overlap_width_px is None else self.min_overlap_width_px // spatial_ratio
         return TileGrid(
             overlap_axis(height, tile, overlap, decoder_ratio),
-            overlap_axis(width, tile, overlap, decoder_ratio),
+            overlap_axis(width, tile, along_width, decoder_ratio),
             sequential=False,
         )
 
@@ -85,6 +109,8 @@ class ModelSpec:
         operand_per_pixel: elements of the widest operand of a pass over one later latent frame, per output pixel of one
             frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
         operand_per_pixel_first: the same for the pass over the first latent frame.
+        operand_per_frame: elements of the widest operand per output pixel of one frame and per pixel frame of the video,
+            where a decoder takes the whole video in one pass; 0 where it does not.
     """
 
     name: str
@@ -97,12 +123,13 @@ class ModelSpec:
     frame_rule: FrameRule | None
     accepts_images: bool
     exact_axes: tuple[str, ...]
-    tiles: StrideTiles | OverlapTiles
+    tiles: StrideTiles | RectangleTiles | OverlapTiles
     no_exact_axes_reason: str = ""
     tile_only: bool = False
     chunked: bool = True
     operand_per_pixel: int = 0
     operand_per_pixel_first: int = 0
+    operand_per_frame: int = 0
 
     @property
     def decoder_channels(self) -> int:
@@ -117,7 +144,7 @@ class ModelSpec:
 
     def tile_parts(self, latent_shape: tuple[int, ...]) -> int:
         """Times that the tile grid is decoded: once per clip for clip-wise families, else once."""
-        if isinstance(self.frame_rule, ClipFrames):
+        if isinstance(self.frame_rule, (ClipFrames, OverlapFrames)):
             return self.frame_rule.clip_count(latent_shape[2])
         return 1
 

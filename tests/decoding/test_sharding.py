@@ -39,6 +39,7 @@ def normal(*shape: int) -> torch.Tensor:
 BOX_3D = torch.ones(2, 3, 3, 3, 3) / 27
 BOX_2D = torch.ones(2, 3, 3, 3)
 BOX_2X2 = torch.ones(2, 3, 2, 2)
+CHANNEL_MIX = nn.Linear(3, 5)
 
 OPERATIONS: dict[str, tuple[tuple[int, ...], Operation]] = {
     "conv2d": ((1, 3, 7, 9), nn.Conv2d(3, 4, 3, padding=1)),
@@ -66,6 +67,27 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Operation]] = {
     "channel norm": ((1, 8, 3, 7, 9), lambda x: F.normalize(x, dim=1)),
     "nearest upsampling": ((1, 3, 7, 9), nn.Upsample(scale_factor=2, mode="nearest")),
     "nearest-exact upsampling": ((1, 3, 7, 9), nn.Upsample(scale_factor=(2.0, 2.0), mode="nearest-exact")),
+    "nearest resizing to the extents of another band": (
+        (1, 3, 2, 7, 9),
+        lambda x: F.interpolate(x, size=F.interpolate(x, scale_factor=(3.0, 4.0, 4.0)).shape[-3:]),
+    ),
+    "linear upsampling in time only": ((1, 3, 2, 7, 9), nn.Upsample(scale_factor=(2, 1, 1), mode="trilinear")),
+    "linear layer over the channels of clips": (
+        (1, 3, 4, 7, 9),
+        lambda x: CHANNEL_MIX(x.permute(0, 2, 3, 4, 1)).permute(0, 4, 1, 2, 3),
+    ),
+    "padded clip cut in time, then conv3d": (
+        (1, 3, 8, 7, 9),
+        lambda x: torch.cat(
+            [F.conv3d(part, BOX_3D) for part in F.pad(x, (1, 1, 1, 1, 1, 0), mode="replicate").chunk(3, dim=2)], 2
+        ),
+    ),
+    "padded clip cut and joined in time, then conv3d": (
+        (1, 3, 6, 7, 9),
+        lambda x: F.conv3d(
+            torch.cat([part[:, :, 1:] for part in torch.chunk(F.pad(x, (1, 1, 1, 1)), 2, dim=2)], 2), BOX_3D
+        ),
+    ),
     "pixel-wise functions": ((1, 3, 7, 9), lambda x: (F.silu(x) * 2 + x.clamp(-1, 1)).to(torch.float64).float()),
 }
 
@@ -125,6 +147,18 @@ UNCOVERED: dict[str, tuple[tuple[int, ...], Operation]] = {
     "matrix product": ((1, 3, 8, 8), lambda x: x @ x.transpose(-1, -2)),
     "bilinear resizing": ((1, 3, 8, 8), lambda x: F.interpolate(x, scale_factor=2, mode="bilinear")),
     "resizing to a size": ((1, 3, 8, 8), lambda x: F.interpolate(x, size=(16, 16))),
+    "resizing to a size from a shape, by another factor": (
+        (1, 3, 8, 8),
+        lambda x: F.interpolate(x, size=torch.Size([24, 24])),
+    ),
+    "resizing to a smaller size": ((1, 3, 8, 8), lambda x: F.interpolate(x, size=torch.Size([2, 2]))),
+    "trilinear resizing": ((1, 3, 2, 8, 8), nn.Upsample(scale_factor=2, mode="trilinear")),
+    "product with what was computed": ((1, 3, 8, 8), lambda x: F.linear(x, x[0, 0])),
+    "padded, then joined with what is not": (
+        (1, 3, 8, 8),
+        lambda x: F.conv2d(torch.cat([F.pad(x[:, :1], (1, 1, 1, 1)), F.pad(x[:, 1:], (1, 1, 1, 1)) * 2], 1), BOX_2D),
+    ),
+    "padded, then computed with": ((1, 3, 8, 8), lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1)) + 1, BOX_2D)),
     "flip": ((1, 3, 8, 8), lambda x: x.flip(-1).flip(-2)),
     "roll": ((1, 3, 8, 8), lambda x: x.roll(1, dims=(-1, -2))),
     "slicing the axis": ((1, 3, 8, 8), lambda x: x[:, :, 1:, 1:]),
