@@ -5,6 +5,7 @@ from __future__ import annotations
 from decode_service.decoding.families.autoencoder_kl import AutoencoderKLFamily
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.families.flux2 import Flux2Family
+from decode_service.decoding.families.hunyuan_image import HunyuanImageFamily
 from decode_service.decoding.families.minimax_h3 import MiniMaxH3Family
 from decode_service.decoding.families.qwen_image import QwenImageFamily
 from decode_service.decoding.families.wan import WanFamily
@@ -17,6 +18,7 @@ FAMILIES: dict[str, type[Family]] = {
         QwenImageFamily,
         MiniMaxH3Family,
         Flux2Family,
+        HunyuanImageFamily,
     )
     for class_name in family.class_names
 }
