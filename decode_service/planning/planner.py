@@ -210,8 +210,13 @@ class _Planner:
 
     def operand_elements(self, share: float) -> int:
         """Elements of the widest operand of one pass over ``share`` of the frame; items of a batch go one by one."""
-        later_frames = min(self.chunk, self.latent_frames - 1)
-        per_pixel = max(self.spec.operand_per_pixel_first, self.spec.operand_per_pixel * later_frames)
+        first, later = self.spec.operand_per_pixel_first, self.spec.operand_per_pixel
+        later_frames = self.latent_frames - 1
+        if self.spec.chunked:
+            per_pixel = max(first, later * min(self.chunk, later_frames))
+        else:
+            # Such a decoder takes the first frame and all later ones in one pass.
+            per_pixel = first + later * later_frames
         return int(per_pixel * self.height * self.width * share)
 
     def direct(self, reason: str) -> DecodePlan:

@@ -81,10 +81,11 @@ class ModelSpec:
         no_exact_axes_reason: why not, where ``exact_axes`` is empty.
         tile_only: the model's own contract asks for tiles; ``auto`` means tile.
         tiles: tile geometry.
-        chunked: whether the temporal chunk length is free (causal decoders).
+        chunked: whether the temporal chunk length is free (causal decoders); if not, all frames are one pass.
         operand_per_pixel: elements of the widest operand of a pass over one later latent frame, per output pixel of one
             frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
-        operand_per_pixel_first: the same for the pass over the first latent frame.
+        operand_per_pixel_first: the same for the pass over the first latent frame. Where all frames are one pass, its
+            operand has ``operand_per_pixel_first`` and ``operand_per_pixel`` more for every later frame.
     """
 
     name: str

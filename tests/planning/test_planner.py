@@ -89,6 +89,14 @@ class TestAuto:
         assert plan((1, 16, 21, 90, 160), ranks=1, chunk=1).mode == "direct"
         assert plan((1, 16, 21, 90, 160), ranks=1, chunk=20).mode == "tile", "a longer chunk is a wider operand"
 
+    def test_a_decoder_that_is_not_chunked_takes_all_frames_in_one_pass(self) -> None:
+        spec = replace(
+            WAN, frame_rule=CausalFrames(1), chunked=False, operand_per_pixel=128, operand_per_pixel_first=384
+        )
+        # 1024 x 1024: (384 + 128 * 12) * 2^20 elements are below 2^31, and 13 later frames are 2^31.
+        assert plan((1, 16, 13, 128, 128), spec=spec, ranks=1).mode == "direct"
+        assert plan((1, 16, 14, 128, 128), spec=spec, ranks=1).mode == "tile"
+
     def test_the_policy_can_force_a_mode(self) -> None:
         assert plan((1, 16, 2, 60, 104), policy=Policy(mode="tile")).mode == "tile"
         assert plan((1, 16, 2, 60, 104), policy=Policy(mode="tile"), mode="direct").mode == "direct"

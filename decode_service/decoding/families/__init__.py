@@ -6,6 +6,7 @@ from decode_service.decoding.families.autoencoder_kl import AutoencoderKLFamily
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.families.flux2 import Flux2Family
 from decode_service.decoding.families.hunyuan_image import HunyuanImageFamily
+from decode_service.decoding.families.hunyuan_image_refiner import HunyuanImageRefinerFamily
 from decode_service.decoding.families.minimax_h3 import MiniMaxH3Family
 from decode_service.decoding.families.qwen_image import QwenImageFamily
 from decode_service.decoding.families.wan import WanFamily
@@ -19,6 +20,7 @@ FAMILIES: dict[str, type[Family]] = {
         MiniMaxH3Family,
         Flux2Family,
         HunyuanImageFamily,
+        HunyuanImageRefinerFamily,
     )
     for class_name in family.class_names
 }
