@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from decode_service.decoding.families.asymmetric_autoencoder_kl import AsymmetricAutoencoderKLFamily
 from decode_service.decoding.families.autoencoder_kl import AutoencoderKLFamily
+from decode_service.decoding.families.autoencoder_tiny import AutoencoderTinyFamily
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.families.flux2 import Flux2Family
 from decode_service.decoding.families.hunyuan_image import HunyuanImageFamily
@@ -21,6 +23,8 @@ FAMILIES: dict[str, type[Family]] = {
         Flux2Family,
         HunyuanImageFamily,
         HunyuanImageRefinerFamily,
+        AutoencoderTinyFamily,
+        AsymmetricAutoencoderKLFamily,
     )
     for class_name in family.class_names
 }
