@@ -77,6 +77,12 @@ class TestAuto:
         narrow = plan((1, 16, 1, 3, 7), ranks=8, policy=Policy(direct_max_pixels=0))
         assert narrow.mode == "tile" and "fewer than 8 ranks" in narrow.reason
 
+    def test_a_model_that_cannot_be_sharded_is_decoded_by_one_rank_rather_than_approximated(self) -> None:
+        spec = replace(QWEN, exact_axes=(), no_exact_axes_reason="it mixes all positions")
+        whole = plan((1, 16, 1, 60, 104), spec=spec)
+        assert whole.mode == "direct" and whole.exact and "it mixes all positions" in whole.reason
+        assert plan((1, 16, 1, 540, 960), spec=spec).mode == "tile", "too large for one rank"
+
     def test_a_group_of_one_decodes_directly_what_one_rank_can(self) -> None:
         assert plan((1, 16, 21, 60, 104), ranks=1).mode == "direct"
         assert plan((4, 16, 1, 60, 104), ranks=1).mode == "direct"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decode_service.decoding.families.asymmetric_autoencoder_kl import AsymmetricAutoencoderKLFamily
+from decode_service.decoding.families.autoencoder_dc import AutoencoderDCFamily
 from decode_service.decoding.families.autoencoder_kl import AutoencoderKLFamily
 from decode_service.decoding.families.autoencoder_tiny import AutoencoderTinyFamily
 from decode_service.decoding.families.base import Family
@@ -23,6 +24,7 @@ FAMILIES: dict[str, type[Family]] = {
         Flux2Family,
         HunyuanImageFamily,
         HunyuanImageRefinerFamily,
+        AutoencoderDCFamily,
         AutoencoderTinyFamily,
         AsymmetricAutoencoderKLFamily,
     )
