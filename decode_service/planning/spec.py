@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from decode_service.planning.temporal import ClipFrames, FrameRule, OverlapFrames
 from decode_service.planning.tiles import TileGrid, TileSpan, overlap_axis, stride_axis
 
+WHOLE_CLIP = 2**31
+"""``ModelSpec.pass_frames`` of a decoder that takes all frames in one pass."""
+
 
 @dataclass(frozen=True, slots=True)
 class StrideTiles:
@@ -109,8 +112,9 @@ class ModelSpec:
         operand_per_pixel: elements of the widest operand of a pass over one later latent frame, per output pixel of one
             frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
         operand_per_pixel_first: the same for the pass over the first latent frame.
-        operand_per_frame: elements of the widest operand per output pixel of one frame and per pixel frame of the video,
-            where a decoder takes the whole video in one pass; 0 where it does not.
+        pass_frames: latent frames of one pass at most, the first included, where a pass takes many at once (then the
+            operand is that of the first and of all later ones together; ``WHOLE_CLIP`` where it takes all); 0 where the
+            chunk length says it.
     """
 
     name: str
@@ -129,7 +133,7 @@ class ModelSpec:
     chunked: bool = True
     operand_per_pixel: int = 0
     operand_per_pixel_first: int = 0
-    operand_per_frame: int = 0
+    pass_frames: int = 0
 
     @property
     def decoder_channels(self) -> int:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from decode_service.decoding.families.allegro import AllegroFamily
+from decode_service.decoding.families.asymmetric_autoencoder_kl import AsymmetricAutoencoderKLFamily
+from decode_service.decoding.families.autoencoder_dc import AutoencoderDCFamily
 from decode_service.decoding.families.autoencoder_kl import AutoencoderKLFamily
+from decode_service.decoding.families.autoencoder_tiny import AutoencoderTinyFamily
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.families.cogvideox import CogVideoXFamily
+from decode_service.decoding.families.flux2 import Flux2Family
+from decode_service.decoding.families.hunyuan_image import HunyuanImageFamily
+from decode_service.decoding.families.hunyuan_image_refiner import HunyuanImageRefinerFamily
 from decode_service.decoding.families.magvit import MagvitFamily
 from decode_service.decoding.families.minimax_h3 import MiniMaxH3Family
 from decode_service.decoding.families.mochi import MochiFamily
@@ -21,12 +27,18 @@ FAMILIES: dict[str, type[Family]] = {
         WanFamily,
         QwenImageFamily,
         QwenImage21Family,
-        MiniMaxH3Family,
         CogVideoXFamily,
         MochiFamily,
         TemporalDecoderFamily,
         MagvitFamily,
         AllegroFamily,
+        MiniMaxH3Family,
+        Flux2Family,
+        HunyuanImageFamily,
+        HunyuanImageRefinerFamily,
+        AutoencoderDCFamily,
+        AutoencoderTinyFamily,
+        AsymmetricAutoencoderKLFamily,
     )
     for class_name in family.class_names
 }

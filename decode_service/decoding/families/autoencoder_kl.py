@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 
-from decode_service.decoding.families.base import Family, stride_tiles
-from decode_service.decoding.tiling import stitch
+from decode_service.decoding.families.base import stride_tiles
+from decode_service.decoding.families.image import ImageFamily
 from decode_service.errors import ConfigError
-from decode_service.planning.plan import DecodePlan
 from decode_service.planning.spec import ModelSpec, StrideTiles
-from decode_service.planning.tiles import TileSpan
 
 
-class AutoencoderKLFamily(Family):
+class AutoencoderKLFamily(ImageFamily):
     """``AutoencoderKL``: 4-D latents, with or without a ``post_quant_conv``.
 
     GroupNorm takes its statistics over the whole picture, so tiles, which each take their own, only approximate an
@@ -63,27 +59,3 @@ class AutoencoderKLFamily(Family):
             return latents_BCTHW * std / scaling + mean
         scaled = latents_BCTHW / scaling
         return scaled + config["shift_factor"] if config.get("shift_factor") is not None else scaled
-
-    def decode(self, latents_BCTHW: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
-        yield self._decode_frame(latents_BCTHW)
-
-    def _decode_frame(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
-        x_BCHW = latents_BCTHW.squeeze(2)
-        if self.vae.post_quant_conv is not None:
-            x_BCHW = self.vae.post_quant_conv(x_BCHW)
-        return self.call_decoder(x_BCHW).unsqueeze(2)
-
-    def decode_tile(
-        self, latents_BCTHW: torch.Tensor, part: int, row: TileSpan, column: TileSpan, chunk: int
-    ) -> torch.Tensor:
-        return self._decode_frame(
-            latents_BCTHW[..., row.start : row.start + row.size, column.start : column.start + column.size]
-        )
-
-    def tile_shape(self, latent_shape: Sequence[int], part: int, row: TileSpan, column: TileSpan) -> tuple[int, ...]:
-        ratio = self.spec.decoder_ratio
-        return latent_shape[0], self.spec.output_channels, 1, row.size * ratio, column.size * ratio
-
-    def merge_tiles(self, plan: DecodePlan, tiles: list[torch.Tensor]) -> torch.Tensor:
-        assert plan.tiles is not None
-        return stitch(tiles, plan.tiles)

@@ -8,7 +8,7 @@ import torch
 
 from decode_service.decoding.families.base import stride_tiles
 from decode_service.decoding.families.passes import PassesFamily
-from decode_service.planning.spec import ModelSpec, StrideTiles
+from decode_service.planning.spec import WHOLE_CLIP, ModelSpec, StrideTiles
 from decode_service.planning.temporal import EqualFrames
 
 # diffusers cannot tile this VAE, so the geometry is ours: large, because GroupNorm and attention see one tile only, and
@@ -44,7 +44,9 @@ class TemporalDecoderFamily(PassesFamily):
             tiles=stride_tiles(tiles or TILES, ratio, "AutoencoderKLTemporalDecoder"),
             chunked=False,
             # The last upsampling leaves the channels of the stage before, of every frame.
-            operand_per_frame=max(widths[0], widths[min(1, len(widths) - 1)]),
+            operand_per_pixel=max(widths[0], widths[min(1, len(widths) - 1)]),
+            operand_per_pixel_first=max(widths[0], widths[min(1, len(widths) - 1)]),
+            pass_frames=WHOLE_CLIP,
         )
 
     def passes(self, latents_BCTHW: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
