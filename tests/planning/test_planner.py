@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from decode_service.errors import InvalidLatentsError, InvalidRequestError, UnsupportedModeError
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.planner import Policy, make_plan
-from decode_service.planning.spec import ModelSpec, OverlapTiles, StrideTiles
+from decode_service.planning.spec import WHOLE_CLIP, ModelSpec, OverlapTiles, StrideTiles
 from decode_service.planning.temporal import CausalFrames, ClipFrames
 
 WAN = ModelSpec(
@@ -95,9 +95,14 @@ class TestAuto:
         assert plan((1, 16, 21, 90, 160), ranks=1, chunk=1).mode == "direct"
         assert plan((1, 16, 21, 90, 160), ranks=1, chunk=20).mode == "tile", "a longer chunk is a wider operand"
 
-    def test_a_decoder_that_is_not_chunked_takes_all_frames_in_one_pass(self) -> None:
+    def test_a_decoder_that_is_not_divided_in_time_takes_all_frames_in_one_pass(self) -> None:
         spec = replace(
-            WAN, frame_rule=CausalFrames(1), chunked=False, operand_per_pixel=128, operand_per_pixel_first=384
+            WAN,
+            frame_rule=CausalFrames(1),
+            chunked=False,
+            operand_per_pixel=128,
+            operand_per_pixel_first=384,
+            pass_frames=WHOLE_CLIP,
         )
         # 1024 x 1024: (384 + 128 * 12) * 2^20 elements are below 2^31, and 13 later frames are 2^31.
         assert plan((1, 16, 13, 128, 128), spec=spec, ranks=1).mode == "direct"
