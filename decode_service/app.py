@@ -14,6 +14,7 @@ import time
 from typing import Any, Literal
 
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -21,11 +22,13 @@ from decode_service.config import Section, ServiceConfig
 from decode_service.engine.engine import DecodeEngine
 from decode_service.engine.ray_group import RayGroup
 from decode_service.http import create_app
+from decode_service.http.request_id import sane_request_id
 
 logger = logging.getLogger("decode_service.app")
 
 HEALTH_CHECK_PERIOD_S = 5.0
 STATUS_CACHE_S = 1.0
+READINESS_LIMIT_S = 2.0
 
 
 # No argument: the routes need the engine, which only exists once the replica runs.
@@ -52,6 +55,10 @@ class DecodeService:
     def __serve_build_asgi_app__(self) -> Any:
         """The routes; Serve calls this after the constructor."""
         return create_app(self._engine, chunk_type=_chunk_type())
+
+    def readiness(self) -> str:
+        """The engine's state, for the ``/readyz`` probe; ``ready`` where it decodes."""
+        return self._engine.readiness().state
 
     def check_health(self) -> None:
         """Serve replaces the replica after three failures in a row.
@@ -123,20 +130,29 @@ class Probe:
         if self._probe == "healthz":
             return JSONResponse({"status": "ok"})
         states = await self._application_states()
-        waiting = {name: state for name, state in states.items() if state != "RUNNING"}
+        waiting = {name: state for name, state in states.items() if state != "ready"}
         if states and not waiting:
             return JSONResponse({"status": "ready", "applications": states})
         listed = ", ".join(f"{name} is {state}" for name, state in waiting.items()) or "no model is deployed"
+        request_id = sane_request_id(request.headers.get("x-request-id"))
         error = {
             "type": "not_ready",
             "message": f"not all models are ready: {listed}",
             "param": None,
-            "request_id": request.headers.get("x-request-id"),
+            "request_id": request_id,
         }
-        return JSONResponse({"error": error, "applications": states}, status_code=503, headers={"Retry-After": "5"})
+        headers = {"Retry-After": "5", "X-Request-Id": request_id}
+        return JSONResponse({"error": error, "applications": states}, status_code=503, headers=headers)
+
+    async def readiness(self) -> str:
+        """So that one probe can ask the other like a model."""
+        return "ready"
 
     async def _application_states(self) -> dict[str, str]:
-        """State of every other application, at most about a second old."""
+        """State of every other application, at most about a second old: ``ready``, or what stands in the way.
+
+        An application that runs for Serve may not decode at the moment, because its group is being rebuilt: it is asked.
+        """
         async with self._lock:
             if time.monotonic() - self._known_at > STATUS_CACHE_S:
                 # It asks the controller and waits, so not on the event loop.
@@ -146,8 +162,23 @@ class Probe:
                     for name, application in status.applications.items()
                     if name != self._own_name
                 }
+                running = [name for name, state in self._states.items() if state == "RUNNING"]
+                answers = await asyncio.gather(*(_ask_readiness(name) for name in running))
+                self._states.update(zip(running, answers, strict=True))
                 self._known_at = time.monotonic()
             return self._states
+
+
+async def _ask_readiness(application: str) -> str:
+    """What the ingress of ``application`` says of itself."""
+    try:
+        handle = serve.get_app_handle(application)
+        return str(await asyncio.wait_for(handle.readiness.remote(), READINESS_LIMIT_S))
+    except TimeoutError:
+        return "does not answer"
+    except Exception as error:
+        # Somebody else's application in the same cluster need not know the question.
+        return "ready" if isinstance(error, RayServeException) else f"failed: {type(error).__name__}"
 
 
 def build_status(args: StatusConfig) -> serve.Application:

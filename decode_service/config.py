@@ -23,6 +23,20 @@ Switch = Annotated[StrictBool, BeforeValidator(_no_boolean_strings)]
 OptionalSwitch = Annotated[StrictBool | None, BeforeValidator(_no_boolean_strings)]
 
 
+def _no_booleans_or_strings_for_numbers(section: type[BaseModel], key: str, value: Any) -> None:
+    """Refuse ``yes`` (which YAML reads as true, and Python as 1) and ``"2"`` where a number is meant."""
+    field = section.model_fields.get(key)
+    if field is None:
+        return
+    numeric = {int, float} & set(getattr(field.annotation, "__args__", (field.annotation,)))
+    if numeric and isinstance(value, (bool, str)):
+        raise ValueError(f"{key} is a number, got {value!r}")
+    if key == "shapes" and isinstance(value, (list, tuple)):
+        for shape in value:
+            if isinstance(shape, (list, tuple)) and any(isinstance(extent, (bool, str)) for extent in shape):
+                raise ValueError(f"a warm-up shape holds numbers, got {list(shape)!r}")
+
+
 class Section(BaseModel):
     """Base of all sections: immutable, and an unknown key is an error that names the nearest right one."""
 
@@ -33,6 +47,8 @@ class Section(BaseModel):
     def _name_the_right_key(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        for key, value in values.items():
+            _no_booleans_or_strings_for_numbers(cls, key, value)
         known = list(cls.model_fields)
         for key in values:
             if key not in known:
@@ -50,7 +66,7 @@ class ModelConfig(Section):
         source: ``builtin:demo``, a hub id, a local diffusers folder, or a single ``.safetensors`` file.
         subfolder: folder inside the source that holds the VAE (``vae`` in a whole pipeline); None for the source itself.
         dtype: dtype of weights and arithmetic; ``auto`` is bfloat16 on CUDA and float32 on the CPU.
-        class_name: diffusers class, only for a single file whose class cannot be told from its keys.
+        class_name: diffusers class, for weights without a config.json that says it.
         revision: hub revision.
     """
 

@@ -150,3 +150,19 @@ def test_every_deployment_file_is_right(path: Path) -> None:
 def test_there_is_a_deployment_file_for_each_case() -> None:
     names = {path.name for path in serve_files()}
     assert names >= {"config.yaml", "config.cuda.yaml", "config.several.yaml"}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"group": {"ranks": True}},
+        {"group": {"ranks": "2"}},
+        {"group": {"threads": True}},
+        {"policy": {"chunk": True}},
+        {"limits": {"default_deadline_s": True}},
+        {"warmup": {"shapes": [[1, 16, 2, True, 8]]}},
+    ],
+)
+def test_yes_and_quoted_numbers_are_no_numbers(sections: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="number"):
+        ServiceConfig.model_validate({"model": {"name": "m", "source": "builtin:demo"}, **sections})

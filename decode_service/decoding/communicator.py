@@ -204,7 +204,14 @@ class TorchCommunicator(Communicator):
 
 
 def join_group(
-    store: dist.Store, rank: int, size: int, device: torch.device, *, generation: int, timeout_s: float
+    store: dist.Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    *,
+    generation: int,
+    timeout_s: float,
+    agreement_timeout_s: float | None = None,
 ) -> Communicator:
     """Form the group of ``size`` ranks over ``store``: NCCL on CUDA, gloo on the CPU. All ranks must call it together.
 
@@ -214,16 +221,19 @@ def join_group(
     Args:
         store: reachable by all ranks; one of them hosts it.
         generation: counts the groups formed over one store, so that a new group never reads the keys of the last.
-        timeout_s: longest wait inside one collective.
+        timeout_s: longest wait inside one collective of the tensor group, where ranks work in step.
+        agreement_timeout_s: longest wait for the others to agree, which includes all the work that they do alone (their
+            tiles, their items of a batch); None for ``timeout_s``. A peer that dies is noticed at once either way.
     """
     if size == 1:
         return SoloCommunicator()
     timeout = datetime.timedelta(seconds=timeout_s)
+    patience = datetime.timedelta(seconds=max(timeout_s, agreement_timeout_s or 0.0))
     scoped = dist.PrefixStore(f"generation-{generation}", store)
     dist.init_process_group("gloo", store=scoped, rank=rank, world_size=size, timeout=timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
     group = dist.new_group(backend=backend, timeout=timeout)
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    control = dist.new_group(backend="gloo", timeout=patience)
     communicator = TorchCommunicator(group, control, device)
     communicator.agree(0)
     communicator.all_gather(torch.zeros(1, device=device))

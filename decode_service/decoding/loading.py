@@ -67,6 +67,9 @@ def load_family(source: ModelSource, *, device: torch.device, tiles: StrideTiles
 
 
 def _load(source: ModelSource, dtype: torch.dtype) -> nn.Module:
+    local_file = source.source.endswith(".safetensors")
+    if source.subfolder and (local_file or source.source.startswith(BUILTIN_PREFIX)):
+        raise ConfigError(f"model.subfolder goes with a folder or a hub id, not with {source.source!r}; remove it")
     if source.source.startswith(BUILTIN_PREFIX):
         return _load_pretrained(str(_builtin(source.source)), source, dtype, subfolder=None)
     path = Path(source.source).expanduser()
@@ -103,7 +106,7 @@ def _load_pretrained(location: str, source: ModelSource, dtype: torch.dtype, *, 
         config = diffusers.AutoencoderKL.load_config(location, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(_explain_missing(location, subfolder, error)) from error
-    cls = _vae_class(source.class_name or config.get("_class_name"), where)
+    cls = _vae_class(_class_name(config, source, where), where)
     try:
         return cls.from_pretrained(location, torch_dtype=dtype, use_safetensors=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
@@ -127,7 +130,7 @@ def _load_single_file(path: Path, source: ModelSource, dtype: torch.dtype) -> nn
     sidecar = path.with_name("config.json")
     if sidecar.is_file():
         config = json.loads(sidecar.read_text())
-        cls = _vae_class(source.class_name or config.get("_class_name"), str(sidecar))
+        cls = _vae_class(_class_name(config, source, str(sidecar)), str(sidecar))
         state = load_file(str(path))
         if any(key.startswith("decoder.") for key in state) and "post_quant_conv.weight" in state:
             return _from_state(cls, config, state, dtype, path)
@@ -166,6 +169,18 @@ def _from_single_file(cls: type[nn.Module], path: Path, dtype: torch.dtype, **op
         return cls.from_single_file(str(path), torch_dtype=dtype, **options)
     except Exception as error:  # noqa: BLE001 - diffusers raises many kinds here, all of them about the file
         raise ConfigError(f"cannot load {cls.__name__} from {path}: {error}") from error
+
+
+def _class_name(config: dict[str, Any], source: ModelSource, where: str) -> str | None:
+    """The class that a config names, or the setting where it names none.
+
+    Raises:
+        ConfigError: if both name one and disagree.
+    """
+    named = config.get("_class_name")
+    if named and source.class_name and named != source.class_name:
+        raise ConfigError(f"{where} is a {named}, but model.class_name says {source.class_name}; remove the setting")
+    return named or source.class_name
 
 
 def _vae_class(class_name: str | None, where: str) -> Any:

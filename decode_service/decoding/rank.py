@@ -82,6 +82,10 @@ class RankDecoder:
         if threads is not None:
             torch.set_num_threads(threads)
         target = torch.device(device)
+        if target.type == "cuda":
+            # TF32 keeps 10 bits of a float32's mantissa: float32 is asked for where 1e-5 matters.
+            torch.backends.cuda.matmul.allow_tf32 = False
+            torch.backends.cudnn.allow_tf32 = False
         return cls(load_family(source, device=target, tiles=tiles), device=target, compile_enabled=compile_enabled)
 
     @property
@@ -309,9 +313,8 @@ class _Attempt:
 
     def _convert(self, pixels_BCFHW: torch.Tensor) -> torch.Tensor:
         self._finite &= torch.isfinite(pixels_BCFHW).all()
-        if self._pixels.range == "unit":
-            pixels_BCFHW = self._family.to_unit_range(pixels_BCFHW)
-        return convert(pixels_BCFHW, self._pixels)
+        in_range = self._family.to_unit_range if self._pixels.range == "unit" else self._family.to_model_range
+        return convert(in_range(pixels_BCFHW), self._pixels)
 
     # Tiles
 
@@ -361,7 +364,7 @@ class _Attempt:
         status, failure = _OK, ""
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MemoryError) as error:
             status, failure = _OUT_OF_MEMORY, str(error)
         except CompileFailedError as error:
             status, failure = _COMPILE_FAILED, str(error)

@@ -37,7 +37,6 @@ from decode_service.engine.protocol import (
 )
 from decode_service.engine.scheduler import Scheduler
 from decode_service.errors import (
-    ConfigError,
     DeadlineExceededError,
     DecodeServiceError,
     GroupFailedError,
@@ -49,7 +48,7 @@ from decode_service.errors import (
     OutputTooLargeError,
 )
 from decode_service.planning.plan import DecodePlan, PixelFormat
-from decode_service.planning.planner import Policy, make_plan
+from decode_service.planning.planner import Policy, make_plan, validate_latents
 from decode_service.planning.spec import ModelSpec
 
 logger = logging.getLogger("decode_service.engine")
@@ -123,13 +122,15 @@ class DecodeEngine:
         info = await self._group.start()
         self._spec = info.spec
         self._description = dict(info.description)
-        self._refuse_useless_warmup()
+        self._warn_of_useless_warmup()
         loaded = time.monotonic()
         self._state = "self_test"
         await self._test_exact_axes()
+        self._refuse_if_given_up()
         tested = time.monotonic()
         self._state = "warming"
         await self._warm_up()
+        self._refuse_if_given_up()
         self._state = "ready"
         logger.info(
             "%s is ready on %d rank(s): start %.1f s, self-test %.1f s, warm-up %.1f s",
@@ -141,7 +142,7 @@ class DecodeEngine:
         )
 
     async def close(self) -> None:
-        """End the ranks. Jobs that wait get ``NotReadyError``. Callable twice."""
+        """End the ranks. Jobs that still wait get ``NotReadyError``. Callable twice."""
         if self._state != "closed":
             self._state = "closed"
             await self._scheduler.drain()
@@ -183,6 +184,7 @@ class DecodeEngine:
             "exact_axes": list(spec.exact_axes),
             "no_exact_axes_reason": spec.no_exact_axes_reason,
             "tile_only": spec.tile_only,
+            "modes": list(spec.modes(self._group.size)),
             "group": {"ranks": self._group.size, "device": config.group.device, "dtype": config.torch_dtype_name()},
             "policy": config.policy.model_dump(mode="json"),
             "limits": config.limits.model_dump(mode="json"),
@@ -204,8 +206,20 @@ class DecodeEngine:
         chunk: int | None = None,
     ) -> DecodePlan:
         """Validate the shape against the model and the limits, and plan it, without decoding; see ``DecodeService``."""
-        made = make_plan(
-            self.spec,
+        spec = self.spec
+        # Before planning: what a plan holds (every tile and its owner) grows with the picture.
+        validate_latents(spec, latent_shape)
+        frames, height, width = spec.output_extents(latent_shape)
+        limit = self._config.limits.max_output_pixels
+        pixels = latent_shape[0] * frames * height * width
+        if pixels > limit:
+            raise OutputTooLargeError(
+                f"{latent_shape[0]} x {frames} frames of {height} x {width} are {pixels} pixels; the limit is {limit} "
+                "(limits.max_output_pixels)",
+                param="latents.shape",
+            )
+        return make_plan(
+            spec,
             latent_shape,
             group_size=self._group.size,
             policy=self._policy,
@@ -214,15 +228,6 @@ class DecodeEngine:
             collect=collect,
             chunk=chunk,
         )
-        limit = self._config.limits.max_output_pixels
-        pixels = latent_shape[0] * made.output_frames * made.output_height * made.output_width
-        if pixels > limit:
-            raise OutputTooLargeError(
-                f"{latent_shape[0]} x {made.output_frames} frames of {made.output_height} x {made.output_width} are "
-                f"{pixels} pixels; the limit is {limit} (limits.max_output_pixels)",
-                param="latents.shape",
-            )
-        return made
 
     async def decode(self, job: DecodeJob) -> DecodeOutcome:
         """Validate, plan, queue and decode; see ``DecodeService``."""
@@ -237,6 +242,7 @@ class DecodeEngine:
             raise NonFiniteLatentsError("the latents hold NaN or Inf", param="latents.data")
         wished_s = self._config.limits.default_deadline_s if job.deadline_s is None else job.deadline_s
         strict = self._policy.strict if job.strict is None else job.strict
+        forced = (self._policy.mode if job.mode == "auto" else job.mode) != "auto"
         if plan.fallback:
             logger.warning("%s; decoding in %s mode, request %s", plan.fallback, plan.mode, job.request_id or "-")
         task = RankTask(plan, job.denormalize, job.pixels, request_id=job.request_id)
@@ -244,7 +250,7 @@ class DecodeEngine:
             task,
             job.latents,
             deadline=begun + wished_s,
-            may_change_plan=not (strict and job.mode != "auto"),
+            may_change_plan=not (strict and forced),
         )
         timings = {**run.timings_ms, "total": (time.monotonic() - begun) * 1e3}
         outcome = _outcome(run, job.pixels.dtype, timings)
@@ -309,6 +315,8 @@ class DecodeEngine:
         gang = _needs_all_ranks(task.plan)
 
         async def work(ranks: Sequence[int]) -> _Run:
+            if self._state == "closed":
+                raise NotReadyError("the service is shutting down")
             if not self.healthy():
                 raise GroupFailedError("the group was given up; the replica is being replaced")
             begun = time.monotonic()
@@ -424,7 +432,10 @@ class DecodeEngine:
                     logger.error("torch.compile failed and is off for good, on all ranks: %s", broke.message)
                     self._warnings.append(f"compilation is off: {broke.message}")
                     await self._group.set_compile(False, broke.message)
-        except RankError as failed:
+        except Exception as failed:
+            logger.exception("compilation could not be switched off on all ranks")
+            if not isinstance(failed, RankError):
+                failed = RankError("died", 0, f"{type(failed).__name__}: {failed}", lost=(0,))
             broken.append((failed, True))
         to_mend = [error for error, gang in broken if gang or error.needs_new_processes]
         # New processes mend everything that new communicators would.
@@ -471,16 +482,22 @@ class DecodeEngine:
         if not self.healthy():
             raise NotReadyError(f"the model is not served any more: {self._state}", retry_after_s=10.0)
 
+    def _refuse_if_given_up(self) -> None:
+        if not self.healthy():
+            raise GroupFailedError(f"the ranks broke too often while starting: {'; '.join(self._warnings)}")
+
     # ---- start-up --------------------------------------------------------------------------------------------------
 
-    def _refuse_useless_warmup(self) -> None:
+    def _warn_of_useless_warmup(self) -> None:
         """One latent frame never reaches the graph of the later ones, so it would leave most of a video's path cold."""
         spec = self.spec
         if spec.frame_rule is None or not spec.chunked or spec.accepts_images:
             return
         for shape in self._config.warmup.shapes:
             if len(shape) == 5 and shape[2] < 2:
-                raise ConfigError(f"warm-up shape {list(shape)} of {spec.name} needs at least two latent frames")
+                warning = f"warm-up of {list(shape)} leaves later frames cold: give it at least two latent frames"
+                logger.warning("%s: %s", spec.name, warning)
+                self._warnings.append(warning)
 
     async def _test_exact_axes(self) -> None:
         """Compare sharded decodes of tiny random latents with an undivided one; drop the axes that differ."""
@@ -585,6 +602,8 @@ def _outcome(run: _Run, dtype: str, timings_ms: Mapping[str, float]) -> DecodeOu
     if (shape[0], shape[height], shape[height + 1]) != expected:
         raise GroupFailedError(f"the ranks handed over a picture of shape {shape}, but the plan promised {expected}")
     digests = tuple(part.digest for part in run.parts if part.digest)
+    if len(set(digests)) > 1:
+        raise GroupFailedError(f"after the broadcast the ranks hold different pictures: digests {', '.join(digests)}")
     return DecodeOutcome(plan, dtype, tuple(shape), part_axis, parts, timings_ms, digests)
 
 

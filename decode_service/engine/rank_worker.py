@@ -86,6 +86,7 @@ class RankWorker:
                 self.device,
                 generation=generation,
                 timeout_s=self.config.group.collective_timeout_s,
+                agreement_timeout_s=self.config.group.run_timeout_s,
             )
         )
 

@@ -34,12 +34,14 @@ class _Ticket(Generic[T]):
         work: what to do with the ranks that it is given.
         gang: whether it needs all ranks.
         result: what the work returned or raised; cancelled if it left the queue before it started.
+        exclusive: whether it goes before everything that waits.
         started: whether it holds ranks.
     """
 
     work: Work[T]
     gang: bool
     result: asyncio.Future[T]
+    exclusive: bool = False
     started: bool = False
 
 
@@ -125,19 +127,21 @@ class Scheduler:
         async def alone(_: Sequence[int]) -> T:
             return await work()
 
-        return self._submit(alone, gang=True, head=True).result
+        return self._submit(alone, gang=True, head=True, exclusive=True).result
 
     async def drain(self) -> None:
         """Return when no job waits or runs."""
         while self._queue or self._running:
             await asyncio.wait(self._running or [ticket.result for ticket in self._queue])
 
-    def _submit(self, work: Work[T], *, gang: bool, head: bool) -> _Ticket[T]:
-        ticket = _Ticket(work, gang, asyncio.get_running_loop().create_future())
+    def _submit(self, work: Work[T], *, gang: bool, head: bool, exclusive: bool = False) -> _Ticket[T]:
+        ticket = _Ticket(work, gang, asyncio.get_running_loop().create_future(), exclusive)
         # A failure of a job that nobody waits for any more is the engine's to log, not asyncio's.
         ticket.result.add_done_callback(lambda result: result.cancelled() or result.exception())
         if head:
-            self._queue.appendleft(ticket)
+            # Behind what is exclusive: a retry that overtook the recovery could get the rank that is to be mended.
+            ahead = 0 if exclusive else sum(waiting.exclusive for waiting in self._queue)
+            self._queue.insert(ahead, ticket)
         else:
             self._queue.append(ticket)
         self._start_what_fits()

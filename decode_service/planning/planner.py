@@ -188,7 +188,6 @@ class _Planner:
             return None
         if spec.tile_only:
             return f"{spec.class_name} decodes by its own tiles only; {spec.no_exact_axes_reason}"
-        rows = 1.0
         if mode == "batch":
             if self.shape[0] < 2:
                 return "batch divides items over ranks, and there is one item"
@@ -198,26 +197,48 @@ class _Planner:
                 return spec.no_exact_axes_reason or f"{spec.class_name} cannot be sharded along the {axis}"
             if self.size < 2:
                 return "the group has one rank"
-            cells = self.shape[-2] if axis == "height" else self.shape[-1]
+            cells = self.cells(axis)
             if cells < self.size:
                 return f"{cells} latent cells of {axis} are fewer than {self.size} ranks"
-            rows = split(cells, self.size)[0].size / cells
-        elements = self.operand_elements(rows)
-        if elements > MAX_OPERAND_ELEMENTS:
+        share = self.share(mode)
+        if self.fitting_chunk(share) is None:
             return (
-                f"its widest operand would have {elements:.2e} elements, over the {MAX_OPERAND_ELEMENTS} "
-                "that PyTorch's kernels can index"
+                f"its widest operand would have {self.operand_elements(share, 1):.2e} elements, over the "
+                f"{MAX_OPERAND_ELEMENTS} that PyTorch's kernels can index"
             )
         return None
 
-    def operand_elements(self, share: float) -> int:
-        """Elements of the widest operand of one pass over ``share`` of the frame; items of a batch go one by one."""
+    def cells(self, axis: str) -> int:
+        """Latent cells of ``height`` or ``width``."""
+        return self.shape[-2] if axis == "height" else self.shape[-1]
+
+    def share(self, mode: str) -> float:
+        """The part of the frame that one rank decodes at a time; items of a batch go one by one."""
+        if not mode.startswith("spatial_shard"):
+            return 1.0
+        cells = self.cells(SHARD_AXIS[mode])
+        return split(cells, self.size)[0].size / cells
+
+    def operand_elements(self, share: float, chunk: int) -> int:
+        """Elements of the widest operand of one pass over ``share`` of the frame."""
         first, later = self.spec.operand_per_pixel_first, self.spec.operand_per_pixel
         if self.spec.pass_frames:
             per_pixel = first + later * (min(self.spec.pass_frames, self.latent_frames) - 1)
         else:
-            per_pixel = max(first, later * min(self.chunk, self.latent_frames - 1))
+            per_pixel = max(first, later * min(chunk, self.latent_frames - 1))
         return int(per_pixel * self.height * self.width * share)
+
+    def fitting_chunk(self, share: float) -> int | None:
+        """The longest chunk up to the one asked for whose operands PyTorch's kernels can index; None if there is none.
+
+        Any chunk gives the same pixels, so one that is too long is shortened rather than refused.
+        """
+        if self.operand_elements(share, self.chunk) <= MAX_OPERAND_ELEMENTS:
+            return self.chunk
+        if self.operand_elements(share, 1) > MAX_OPERAND_ELEMENTS:
+            return None
+        per_frame = self.spec.operand_per_pixel * self.height * self.width * share
+        return min(self.chunk, int(MAX_OPERAND_ELEMENTS / per_frame))
 
     def direct(self, reason: str) -> DecodePlan:
         return self.plan("direct", 1, None, (), reason)
@@ -234,7 +255,14 @@ class _Planner:
         work = grid.areas() * self.spec.tile_parts(self.shape)
         ranks = min(self.size, len(work))
         owners = assign_largest_first(work, ranks)
-        return self.plan("tile", ranks, None, (), reason, fallback=fallback, grid=grid, owners=owners)
+        share = max(grid.areas()) / (self.shape[-2] * self.shape[-1])
+        if self.fitting_chunk(share) is None:
+            raise UnsupportedModeError(
+                f"{list(self.shape)} cannot be decoded by {self.size} ranks: even one tile would have an operand of "
+                f"{self.operand_elements(share, 1):.2e} elements; use smaller tiles (policy.tile) or more ranks",
+                param="latents.shape",
+            )
+        return self.plan("tile", ranks, None, (), reason, fallback=fallback, grid=grid, owners=owners, share=share)
 
     def plan(
         self,
@@ -247,17 +275,21 @@ class _Planner:
         fallback: str | None = None,
         grid: TileGrid | None = None,
         owners: tuple[int, ...] = (),
+        share: float | None = None,
     ) -> DecodePlan:
         chosen: Mode = mode  # type: ignore[assignment]
         how: Collect = self.collect  # type: ignore[assignment]
         # A model whose contract is tiles is exact in them; so is a single tile.
         exact = grid is None or self.spec.tile_only or grid.count == 1
+        chunk = self.fitting_chunk(self.share(mode) if share is None else share) or 1
+        if chunk < self.chunk:
+            reason += f"; chunk shortened from {self.chunk} to {chunk} latent frames, which is what kernels can index"
         return DecodePlan(
             mode=chosen,
             ranks=ranks,
             axis=axis,
             bands=bands,
-            chunk=self.chunk,
+            chunk=chunk,
             collect=how,
             reason=reason,
             fallback=fallback,

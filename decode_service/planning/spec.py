@@ -140,6 +140,13 @@ class ModelSpec:
         """Channels in the space where tiles are blended."""
         return self.output_channels * (self.spatial_ratio // self.decoder_ratio) ** 2
 
+    def modes(self, ranks: int) -> tuple[str, ...]:
+        """The modes in which a group of ``ranks`` can decode this model, given latents of suitable extents."""
+        if self.tile_only:
+            return ("tile",)
+        divided = ("batch", *(f"spatial_shard_{axis}" for axis in self.exact_axes)) if ranks > 1 else ()
+        return ("direct", *divided, "tile")
+
     def latent_ndims(self) -> tuple[int, ...]:
         """Numbers of dimensions that latents may have."""
         if self.frame_rule is None:

@@ -204,15 +204,16 @@ class ClipFrames:
         )
 
     def frames(self, latent_frames: int) -> int:
-        part = self.tokens_per_clip * self.ratio
-        total = 0
-        last_overlap = 0
-        for index in range(self.clip_count(latent_frames)):
-            start, stop = self.clip_span(index, latent_frames)
-            decoded = (stop - start) * self.ratio
-            total += max(min(decoded, part) - self.frame_pre_padding, 0)
-            last_overlap = max(min(decoded - part, part) - self.frame_pre_padding, 0) if self.token_drop else 0
-        return total + last_overlap - self.trimmed_frames(latent_frames)
+        clips = self.clip_count(latent_frames)
+        if clips < 1:
+            return 0
+        # Every clip gives the frames of its own tokens; the last one those of the tokens that it borrowed, too.
+        frames = clips * (self.tokens_per_clip * self.ratio - self.frame_pre_padding)
+        if self.token_drop:
+            start, stop = self.clip_span(clips - 1, latent_frames)
+            borrowed = stop - start - self.tokens_per_clip
+            frames += max(min(borrowed, self.tokens_per_clip) * self.ratio - self.frame_pre_padding, 0)
+        return frames - self.trimmed_frames(latent_frames)
 
     def problem(self, latent_frames: int) -> str | None:
         if latent_frames < 1:

@@ -6,6 +6,7 @@ tiles cut short) and ``overlap_axis`` (full tiles whose overlaps are widened unt
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,10 +106,10 @@ def assign_largest_first(work: Sequence[int], ranks: int) -> tuple[int, ...]:
 
     Longest-processing-time-first scheduling (Graham 1969). Deterministic, so that it needs no communication.
     """
-    load = [0] * ranks
+    loads = [(0, rank) for rank in range(ranks)]
     owner = [0] * len(work)
     for item in sorted(range(len(work)), key=lambda i: (-work[i], i)):
-        rank = min(range(ranks), key=lambda r: (load[r], r))
+        load, rank = loads[0]
         owner[item] = rank
-        load[rank] += work[item]
+        heapq.heapreplace(loads, (load + work[item], rank))
     return tuple(owner)

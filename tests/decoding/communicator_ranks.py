@@ -47,7 +47,14 @@ def run(rank: int, size: int, ports: Any) -> tuple[float, float]:
         aborted_s = time_until_it_fails(lambda: group.exchange([], [(2, torch.empty(2))]))
     group.close()
 
-    group = join_group(store, rank, 3, CPU, generation=2, timeout_s=TIMEOUT_S)
+    # Ranks may be apart for longer than a collective may take, while each works on its own.
+    group = join_group(store, rank, 3, CPU, generation=2, timeout_s=1.0, agreement_timeout_s=TIMEOUT_S)
+    if rank == 1:
+        time.sleep(3.0)
+    assert group.agree(0) == [0, 0, 0]
+    group.close()
+
+    group = join_group(store, rank, 3, CPU, generation=3, timeout_s=TIMEOUT_S)
     check_all_operations(group)
     group.agree(0)
     group.close()

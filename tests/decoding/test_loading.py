@@ -27,7 +27,7 @@ def load(source: Path | str, **options: str) -> Family:
 
 def decoded(family: Family) -> torch.Tensor:
     with torch.inference_mode():
-        return torch.cat(list(family.decode(latents_of((1, 4, 2, 3, 4)), 1)), 2)
+        return family.to_model_range(torch.cat(list(family.decode(latents_of((1, 4, 2, 3, 4)), 1)), 2))
 
 
 @pytest.fixture
@@ -105,6 +105,14 @@ class TestMistakes:
         (tmp_path / "config.json").write_text(json.dumps({**config, "_class_name": "UNet2DModel"}))
         with pytest.raises(ConfigError, match=r"is a UNet2DModel; known VAEs are .*AutoencoderKLWan"):
             load(tmp_path)
+
+    def test_settings_that_would_be_ignored(self, zoo: Zoo) -> None:
+        with pytest.raises(ConfigError, match=r"model\.subfolder goes with a folder"):
+            load(zoo.folders["wan21"] / WEIGHTS, subfolder="vae")
+        with pytest.raises(ConfigError, match=r"model\.subfolder goes with a folder"):
+            load("builtin:demo", subfolder="vae")
+        with pytest.raises(ConfigError, match="is a AutoencoderKLWan, but"):
+            load(zoo.folders["wan21"], class_name="AutoencoderKLQwenImage")
 
     def test_tiles_that_do_not_fit_the_model(self, zoo: Zoo) -> None:
         with pytest.raises(ConfigError, match="multiples"):

@@ -148,13 +148,14 @@ class TestNumbers:
         np.testing.assert_array_equal(decode(decoder, z).array, before)
         assert decoder.describe()["dtype"] == "bfloat16"
 
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     @pytest.mark.parametrize("mode", ["direct", "tile"])
-    def test_infinite_pixels_are_reported_not_clamped_away(self, zoo: Zoo, mode: str) -> None:
+    def test_infinite_pixels_are_reported_not_clamped_away(self, zoo: Zoo, mode: str, value: float) -> None:
         decoder = load(zoo, "wan21")
         z = latents_of((1, 4, 1, 4, 4))
         assert decode(decoder, z).finite
         with torch.no_grad():
-            decoder._family.vae.decoder.conv_out.bias[0] = float("nan")
+            decoder._family.vae.decoder.conv_out.bias[0] = value
         plan = plan_for(decoder, z, mode)
         assert not decoder.decode(plan, z.numpy(), "float32", denormalize=False, pixels=FLOAT).finite
 
@@ -205,7 +206,7 @@ class TestGroup:
 
 
 class TestCompilation:
-    def test_compiled_decoding_is_exact_in_every_mode(self, zoo: Zoo) -> None:
+    def test_compiled_decoding_is_exact(self, zoo: Zoo) -> None:
         z = latents_of((1, 4, 3, 5, 6))
         expected = zoo.references["wan21"].decode(z).sample
         source = ModelSource("tiny", str(zoo.folders["wan21"]))
@@ -213,6 +214,7 @@ class TestCompilation:
         part = decode(decoder, z)
         assert part.compiled
         np.testing.assert_allclose(part.array, expected, atol=1e-5)
+        assert not decode(decoder, z, eager=True).compiled
 
     def test_a_compiler_failure_is_told_from_a_failure_of_the_model(
         self, zoo: Zoo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from decode_service.engine.engine import DecodeEngine
 from decode_service.engine.local_group import LocalGroup
 from decode_service.engine.protocol import DecodeJob, RankTask
 from decode_service.errors import (
-    ConfigError,
     DeadlineExceededError,
     GroupFailedError,
     InvalidLatentsError,
@@ -393,23 +393,55 @@ def test_warm_up_takes_the_ordinary_path_on_every_rank(tiny_wan: TinyWan, faults
     run(test)
 
 
-def test_warm_up_of_a_video_model_needs_two_latent_frames(tiny_wan: TinyWan) -> None:
+def test_warm_up_of_a_video_model_with_one_latent_frame_is_warned_of(tiny_wan: TinyWan) -> None:
     async def test() -> None:
-        config = tiny_wan.config(warmup={"shapes": [[1, 4, 1, 6, 6]]})
-        engine = DecodeEngine(LocalGroup(config), config)
-        if engine_accepts_images(tiny_wan):
-            pytest.skip("this family takes single images")
-        with pytest.raises(ConfigError, match="at least two latent frames"):
+        async with serving(tiny_wan.config(warmup={"shapes": [[1, 4, 1, 6, 6]]})) as engine:
+            assert engine.readiness().ready
+            assert any("at least two latent frames" in warning for warning in engine.readiness().warnings)
+
+    run(test)
+
+
+def test_a_group_that_breaks_for_good_while_starting_is_not_ready(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        config = tiny_wan.config(group={"max_rebuilds": 0, "run_timeout_s": 1.0, "abort_grace_s": 0.2})
+        # Rank 1 stalls in its first decode, which is the self-test's.
+        faults.on(1, lambda task: time.sleep(3))
+        engine = DecodeEngine(LocalGroup(config, faults.make_worker), config)
+        with pytest.raises(GroupFailedError, match="while starting"):
             await engine.start()
+        assert not engine.healthy() and not engine.readiness().ready
         await engine.close()
 
     run(test)
 
 
-def engine_accepts_images(tiny_wan: TinyWan) -> bool:
-    from decode_service.decoding.loading import ModelSource, load_family
+def test_absurd_extents_are_refused_before_they_are_planned(tiny_wan: TinyWan) -> None:
+    async def test() -> None:
+        async with serving(tiny_wan.config()) as engine:
+            for shape in ((1, 4, 1, 2**31 - 1, 2**31 - 1), (1, 4, 2**31 - 1, 1, 1), (1, 4, 1, 400_000, 400_000)):
+                began = time.monotonic()
+                with pytest.raises(OutputTooLargeError, match="max_output_pixels"):
+                    engine.plan(shape, mode="tile")
+                assert time.monotonic() - began < 1
 
-    return load_family(ModelSource("tiny", str(tiny_wan.folder)), device=torch.device("cpu")).spec.accepts_images
+    run(test)
+
+
+def test_different_pictures_after_a_broadcast_are_an_error(tiny_wan: TinyWan, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        digests = iter(("aa", "bb"))
+        async with serving(tiny_wan.config()) as engine:
+            whole = engine._group.run
+
+            async def tampered(task: RankTask, latents: WireTensor, ranks: Any) -> Any:
+                return [replace(part, digest=next(digests)) for part in await whole(task, latents, ranks)]
+
+            monkeypatch.setattr(engine._group, "run", tampered)
+            with pytest.raises(GroupFailedError, match="different pictures"):
+                await engine.decode(job(tiny_wan.latents(2, 6, 6), collect="broadcast"))
+
+    run(test)
 
 
 def test_describe_is_plain_json(tiny_wan: TinyWan) -> None:

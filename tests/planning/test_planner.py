@@ -92,8 +92,30 @@ class TestAuto:
         assert plan((1, 16, 21, 270, 480), ranks=1).mode == "tile"
         assert plan((1, 16, 21, 270, 480), ranks=4).mode == "spatial_shard_width"
         assert "elements" in plan((1, 16, 21, 270, 480), ranks=1).reason
-        assert plan((1, 16, 21, 90, 160), ranks=1, chunk=1).mode == "direct"
-        assert plan((1, 16, 21, 90, 160), ranks=1, chunk=20).mode == "tile", "a longer chunk is a wider operand"
+
+    def test_a_chunk_whose_operands_are_too_wide_is_shortened_not_refused(self) -> None:
+        """Any chunk gives the same pixels; tiles would not."""
+        shape = (1, 16, 21, 90, 160)
+        assert plan(shape, ranks=1, chunk=1).chunk == 1
+        shortened = plan(shape, ranks=1, chunk=20)
+        assert (shortened.mode, shortened.chunk) == ("direct", 3)
+        assert "chunk shortened from 20 to 3" in shortened.reason
+        assert plan(shape, ranks=4, chunk=20).mode == "spatial_shard_width"
+        tiled = plan((1, 16, 81, 60, 104), ranks=2, mode="tile", chunk=80)
+        assert 768 * tiled.chunk * 256 * 256 < 2**31 < 768 * (tiled.chunk + 1) * 256 * 256
+        assert plan((1, 16, 3, 8, 8), chunk=100).chunk == 100, "a chunk longer than the clip is simply the rest of it"
+
+    def test_a_model_whose_smallest_tile_is_too_wide_is_refused(self) -> None:
+        wide = replace(WAN, operand_per_pixel=2**16, operand_per_pixel_first=2**16)
+        with pytest.raises(UnsupportedModeError, match="use smaller tiles"):
+            plan((1, 16, 2, 60, 104), spec=wide, ranks=1)
+
+    def test_absurd_extents_are_planned_in_no_time(self) -> None:
+        import time
+
+        began = time.monotonic()
+        assert H3.output_extents((1, 24, 2**31 - 1, 1, 1))[0] > 2**31
+        assert time.monotonic() - began < 1
 
     def test_a_decoder_that_is_not_divided_in_time_takes_all_frames_in_one_pass(self) -> None:
         spec = replace(

@@ -51,9 +51,11 @@ def test_serve_run_answers_probes_decodes_and_survives_a_killed_rank(proxy: str,
         early = server.request("/readyz")
         if early.status == 503:
             assert early.json()["error"]["type"] == "not_ready"
+            assert early.json()["error"]["request_id"] == early.headers["x-request-id"]
             assert early.json()["applications"]["demo"] == "DEPLOYING"
             assert early.headers["retry-after"] == "5"
         server.wait_for("/readyz", 200)
+        assert server.request("/readyz").json()["applications"] == {"demo": "ready", "healthz": "ready"}
 
         # The pixels are those of diffusers, on one rank and on both.
         vae = diffusers.AutoencoderKLWan.from_pretrained(DEMO, torch_dtype=torch.float32)
@@ -82,6 +84,7 @@ def test_serve_run_answers_probes_decodes_and_survives_a_killed_rank(proxy: str,
         os.kill(ranks[0], signal.SIGKILL)
         began = time.monotonic()
         assert np.abs(decode(server, latents, "spatial_shard_width") - expected).max() < 1e-5
+        server.wait_for("/readyz", 200, limit_s=10)
         assert time.monotonic() - began < 60
         assert len(server.ranks()) == 2
         assert not any(map(is_running, ranks))

@@ -63,7 +63,7 @@ class Family(ABC):
 
     @abstractmethod
     def decode(self, latents_BCTHW: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
-        """Pixels (B,C,F,H,W) as ``vae.decode`` returns them, pass by pass, in frame order.
+        """Pixels (B,C,F,H,W) pass by pass, in frame order, not clamped yet: infinite ones must still be seen.
 
         Args:
             chunk: latent frames per pass after the first; any value gives the same pixels.
@@ -81,11 +81,15 @@ class Family(ABC):
 
     @abstractmethod
     def merge_tiles(self, plan: DecodePlan, tiles: list[torch.Tensor]) -> torch.Tensor:
-        """Pixels (B,C,F,H,W) as ``vae.decode`` returns them, from all tiles: part by part, row by row."""
+        """Pixels (B,C,F,H,W), not clamped yet, from all tiles: part by part, row by row."""
 
     def to_unit_range(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Pixels in [-1, 1], from pixels as ``vae.decode`` returns them."""
+        """Pixels in [-1, 1], from pixels as ``decode`` and ``merge_tiles`` return them."""
         return pixels.clamp(-1.0, 1.0)
+
+    def to_model_range(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Pixels as ``vae.decode`` returns them, from pixels as ``decode`` and ``merge_tiles`` return them."""
+        return pixels
 
     def dtype(self) -> torch.dtype:
         """The dtype that latents are cast to: that of the first module which sees them."""
@@ -141,13 +145,12 @@ class CausalFamily(MeanStdFamily):
         causal_conv = type(self.vae.post_quant_conv)
         return sum(isinstance(module, causal_conv) for module in self.vae.decoder.modules())
 
-    def finish(self, x_BCFHW: torch.Tensor) -> torch.Tensor:
-        """Pixels as ``vae.decode`` returns them, from the decoder's output."""
-        return unpatchify(x_BCFHW, self.patch_size).clamp(-1.0, 1.0)
+    def to_model_range(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels.clamp(-1.0, 1.0)
 
     def decode(self, latents_BCTHW: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
         for x_BCFHW in self.passes(latents_BCTHW, chunk):
-            yield self.finish(x_BCFHW)
+            yield unpatchify(x_BCFHW, self.patch_size)
 
     def decode_tile(
         self, latents_BCTHW: torch.Tensor, part: int, row: TileSpan, column: TileSpan, chunk: int
@@ -167,7 +170,7 @@ class CausalFamily(MeanStdFamily):
 
     def merge_tiles(self, plan: DecodePlan, tiles: list[torch.Tensor]) -> torch.Tensor:
         assert plan.tiles is not None
-        return self.finish(stitch(tiles, plan.tiles))
+        return unpatchify(stitch(tiles, plan.tiles), self.patch_size)
 
 
 def unpatchify(x_BCFHW: torch.Tensor, patch_size: int) -> torch.Tensor:
