@@ -5,7 +5,7 @@ On the sharded axis three functions are reinterpreted while a ``ShardedFrame`` i
 * padding (of a convolution, or ``F.pad``) by p asks for p rows of the neighbouring bands; only the outermost ranks see
   the original padding. The convolution then runs valid on that axis.
 * ``group_norm`` merges the statistics of all bands.
-* ``scaled_dot_product_attention`` keeps its queries and gathers keys and values.
+* ``scaled_dot_product_attention`` and ``frame_causal_attention`` keep their queries and gather keys and values.
 
 Everything that acts on each position by itself passes through. Whatever else could mix positions raises
 ``UnshardableOperation``: an uncovered operation must never fall through to a wrong picture. Code that only moves elements
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from decode_service.decoding.attention import frame_causal_attention
 from decode_service.decoding.communicator import Communicator
 from decode_service.planning.bands import Band
 
@@ -69,6 +70,8 @@ class ShardedFrame(TorchFunctionMode):
         # Outputs of F.pad that carry halo rows, and how many: a convolution without padding of its own is right on
         # these and wrong on everything else.
         self._halos: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Bands whose channels were moved to the end, (B,H,W,C) or (B,T,H,W,C), for a norm over the last dimension.
+        self._channels_last: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __enter__(self) -> ShardedFrame:
         _active.depth = getattr(_active, "depth", 0) + 1
@@ -93,12 +96,18 @@ class ShardedFrame(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _LOCAL:
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+            marks = self._channels_last and func in _POINTWISE and isinstance(output, torch.Tensor)
+            if marks and any(map(self._is_channels_last, args)):
+                self._channels_last[output] = True
+            return output
         handler = _HANDLERS.get(func)
         if handler is None:
             raise UnshardableOperation(
                 f"{_name(func)} is not known to be exact on one band of a frame; decode this model with mode direct or tile"
             )
+        if self._channels_last and func not in _CHANNELS_LAST and any(map(self._is_channels_last, args)):
+            raise UnshardableOperation(f"{_name(func)} is not covered while channels are the last dimension")
         return handler(self, func, *args, **kwargs)
 
     # Communication
@@ -150,10 +159,13 @@ class ShardedFrame(TorchFunctionMode):
         self.exchanges += 1
         for (start, size, _), (_, rows) in zip(filled, receives, strict=True):
             padded.narrow(dim, start, size).copy_(rows)
+        # What lies outside may reflect more rows than a narrow band has: the neighbour's are here by now.
         if before and self._rank == 0:
-            padded.narrow(dim, 0, before).copy_(_outside(x, dim, before, mode, value, at_start=True))
+            known = padded.narrow(dim, before, length + (after if last else 0))
+            padded.narrow(dim, 0, before).copy_(_outside(known, dim, before, mode, value, at_start=True))
         if after and self._rank == last:
-            padded.narrow(dim, before + length, after).copy_(_outside(x, dim, after, mode, value, at_start=False))
+            known = padded.narrow(dim, 0 if last else before, length + (before if last else 0))
+            padded.narrow(dim, before + length, after).copy_(_outside(known, dim, after, mode, value, at_start=False))
         return padded
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -291,6 +303,13 @@ class ShardedFrame(TorchFunctionMode):
             key, value = self.gather(key, key.dim() - 2), self.gather(value, value.dim() - 2)
         return func(query, key, value, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
 
+    def _frame_causal_attention(
+        self, func: Callable[..., Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        # Tokens (B,N,T,S,D) know their frame by dimension 2, so gathering those of each frame keeps the causal order.
+        key, value = self.gather(torch.stack([key, value]), 4).unbind(0)
+        return func(query, key, value)
+
     # Functions that are local for some arguments only
 
     def _interpolate(
@@ -325,10 +344,40 @@ class ShardedFrame(TorchFunctionMode):
         return func(input, p=p, dim=dim, eps=eps)
 
     def _last_dim(self, func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Functions of the last dimension, which is channels for tokens (B,S,C) and may be the width otherwise."""
-        if input.dim() > 3:
+        """Functions of the last dimension: channels for tokens (B,S,C), or where they were moved there, else the width."""
+        if input.dim() > 3 and not self._is_channels_last(input):
             raise UnshardableOperation(f"{_name(func)} on {input.dim()}-D bands may run over the sharded axis")
         return func(input, *args, **kwargs)
+
+    def _mean(
+        self, func: Callable[..., Any], input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        tokens = input.dim() == 3
+        channels = input.dim() - 1 if tokens or self._is_channels_last(input) else 1
+        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        if input.dim() < 3 or any(d is None or d % input.dim() != channels for d in dims):
+            raise UnshardableOperation(
+                f"a mean over dimension {dim} of {input.dim()}-D bands is local only over channels"
+            )
+        output = func(input, dim, *args, **kwargs)
+        if self._is_channels_last(input) and output.dim() == input.dim():
+            self._channels_last[output] = True
+        return output
+
+    def _movedim(self, func: Callable[..., Any], input: torch.Tensor, source: int, destination: int) -> torch.Tensor:
+        output = func(input, source, destination)
+        if input.dim() >= 4 and not self._is_channels_last(input) and source == 1 and destination == -1:
+            self._channels_last[output] = True
+        return output
+
+    def _is_channels_last(self, x: Any) -> bool:
+        return isinstance(x, torch.Tensor) and x in self._channels_last
+
+    def _repeat(self, func: Callable[..., Any], input: torch.Tensor, *sizes: Any, **kwargs: Any) -> torch.Tensor:
+        repeats = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        if input.dim() < 4 or kwargs or repeats[self.dim] != 1:
+            raise UnshardableOperation(f"repeating {input.dim()}-D bands by {list(repeats)} is not covered")
+        return func(input, *sizes)
 
     def _dropout(
         self,
@@ -395,7 +444,7 @@ _POINTWISE = _resolve(
 )
 # Elements move or are created, none is computed from another position. Slicing has a check of its own.
 _LAYOUT = _resolve(
-    "broadcast_to cat chunk concat empty_like expand expand_as flatten full_like movedim new_empty new_full new_ones "
+    "broadcast_to cat chunk concat concatenate empty_like expand expand_as flatten full_like new_empty new_full new_ones "
     "new_zeros ones_like permute repeat_interleave reshape reshape_as split squeeze stack swapaxes transpose unbind "
     "unflatten unsqueeze view view_as zeros_like"
 )
@@ -424,6 +473,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.conv3d: ShardedFrame._conv,
     F.group_norm: ShardedFrame._group_norm,
     F.scaled_dot_product_attention: ShardedFrame._attention,
+    frame_causal_attention: ShardedFrame._frame_causal_attention,
     F.interpolate: ShardedFrame._interpolate,
     F.normalize: ShardedFrame._normalize,
     F.linear: ShardedFrame._last_dim,
@@ -431,4 +481,22 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.rms_norm: ShardedFrame._last_dim,
     F.dropout: ShardedFrame._dropout,
     torch.Tensor.__getitem__: ShardedFrame._getitem,
+    torch.Tensor.movedim: ShardedFrame._movedim,
+    torch.movedim: ShardedFrame._movedim,
+    torch.Tensor.mean: ShardedFrame._mean,
+    torch.mean: ShardedFrame._mean,
+    torch.Tensor.repeat: ShardedFrame._repeat,
 }
+# What may see bands whose channels are the last dimension, besides functions of each position.
+_CHANNELS_LAST = frozenset(
+    {
+        torch.Tensor.movedim,
+        torch.movedim,
+        torch.Tensor.mean,
+        torch.mean,
+        F.linear,
+        F.layer_norm,
+        F.rms_norm,
+        F.dropout,
+    }
+)
