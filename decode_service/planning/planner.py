@@ -210,6 +210,10 @@ class _Planner:
 
     def operand_elements(self, share: float) -> int:
         """Elements of the widest operand of one pass over ``share`` of the frame; items of a batch go one by one."""
+        if self.spec.pass_frames:
+            later_frames = min(self.spec.pass_frames, self.latent_frames) - 1
+            per_pixel = self.spec.operand_per_pixel_first + self.spec.operand_per_pixel * later_frames
+            return int(per_pixel * self.height * self.width * share)
         later_frames = min(self.chunk, self.latent_frames - 1)
         per_pixel = max(self.spec.operand_per_pixel_first, self.spec.operand_per_pixel * later_frames)
         return int(per_pixel * self.height * self.width * share)

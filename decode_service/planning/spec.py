@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode_service.planning.temporal import ClipFrames, FrameRule
+from decode_service.planning.temporal import ClipFrames, FadedFrames, FrameRule
 from decode_service.planning.tiles import TileGrid, overlap_axis, stride_axis
 
 
@@ -85,6 +85,8 @@ class ModelSpec:
         operand_per_pixel: elements of the widest operand of a pass over one later latent frame, per output pixel of one
             frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
         operand_per_pixel_first: the same for the pass over the first latent frame.
+        pass_frames: latent frames of one pass at most, the first included, where a pass takes many at once (then the
+            operand is that of the first and of all later ones together); 0 where the chunk length says it.
     """
 
     name: str
@@ -103,6 +105,7 @@ class ModelSpec:
     chunked: bool = True
     operand_per_pixel: int = 0
     operand_per_pixel_first: int = 0
+    pass_frames: int = 0
 
     @property
     def decoder_channels(self) -> int:
@@ -116,8 +119,8 @@ class ModelSpec:
         return (4, 5) if self.accepts_images else (5,)
 
     def tile_parts(self, latent_shape: tuple[int, ...]) -> int:
-        """Times that the tile grid is decoded: once per clip for clip-wise families, else once."""
-        if isinstance(self.frame_rule, ClipFrames):
+        """Times that the tile grid is decoded: once per clip or part in time where a family has them, else once."""
+        if isinstance(self.frame_rule, (ClipFrames, FadedFrames)):
             return self.frame_rule.clip_count(latent_shape[2])
         return 1
 
