@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from decode_service.decoding.families.autoencoder_kl import AutoencoderKLFamily
 from decode_service.decoding.families.base import Family
+from decode_service.decoding.families.hunyuan_video import HunyuanVideoFamily
+from decode_service.decoding.families.hunyuan_video15 import HunyuanVideo15Family
 from decode_service.decoding.families.minimax_h3 import MiniMaxH3Family
 from decode_service.decoding.families.qwen_image import QwenImageFamily
 from decode_service.decoding.families.wan import WanFamily
 
 FAMILIES: dict[str, type[Family]] = {
     class_name: family
-    for family in (AutoencoderKLFamily, WanFamily, QwenImageFamily, MiniMaxH3Family)
+    for family in (
+        AutoencoderKLFamily,
+        WanFamily,
+        QwenImageFamily,
+        HunyuanVideoFamily,
+        HunyuanVideo15Family,
+        MiniMaxH3Family,
+    )
     for class_name in family.class_names
 }
 
