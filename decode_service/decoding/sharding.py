@@ -72,6 +72,8 @@ class ShardedFrame(TorchFunctionMode):
         self._halos: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # Bands whose channels were moved to the end, (B,H,W,C) or (B,T,H,W,C), for a norm over the last dimension.
         self._channels_last: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Tensors made from numbers alone, the same on every rank.
+        self._constants: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __enter__(self) -> ShardedFrame:
         _active.depth = getattr(_active, "depth", 0) + 1
@@ -95,6 +97,14 @@ class ShardedFrame(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        constant = func is torch.arange or (len(self._constants) > 0 and self._is_constant(func, args, kwargs))
+        output = func(*args, **kwargs) if func is torch.arange else self._reinterpret(func, args, kwargs)
+        if constant:
+            for x in _tensors((output,)):
+                self._constants[x] = True
+        return output
+
+    def _reinterpret(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func in _LOCAL:
             output = func(*args, **kwargs)
             marks = self._channels_last and func in _POINTWISE and isinstance(output, torch.Tensor)
@@ -109,6 +119,33 @@ class ShardedFrame(TorchFunctionMode):
         if self._channels_last and func not in _CHANNELS_LAST and any(map(self._is_channels_last, args)):
             raise UnshardableOperation(f"{_name(func)} is not covered while channels are the last dimension")
         return handler(self, func, *args, **kwargs)
+
+    def _is_constant(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether ``func`` makes a constant again: its tensors are constants and weights, and no band.
+
+        Constants (timestep embeddings) begin with ``torch.arange``, which gives every rank the same numbers. That is right
+        unless they count positions of the picture, so a constant may meet a band only if it has one value per item,
+        channel, or both.
+        """
+        tensors = _tensors((*args, *kwargs.values()))
+        constants = [x for x in tensors if x in self._constants]
+        if not constants:
+            return False
+        if func not in _OF_CONSTANTS:
+            raise UnshardableOperation(f"{_name(func)} of numbers that may count positions of the frame is not covered")
+        if func in _CASTS:
+            return tensors[0] in self._constants
+        # Weights have up to two dimensions that matter; tokens have three, bands four and more.
+        bands = [x for x in tensors if x not in self._constants and x.dim() >= 3]
+        for band in bands:
+            free = {3: (-3, -1), 4: (-4, -3)}.get(band.dim(), tuple(range(-band.dim(), -3)))
+            for x in constants:
+                varying = [dim for dim in range(-x.dim(), 0) if x.shape[dim] != 1 and dim not in free]
+                if varying or self._is_channels_last(band):
+                    raise UnshardableOperation(
+                        f"{_name(func)} of a band {list(band.shape)} and numbers {list(x.shape)} that may count its positions"
+                    )
+        return not bands
 
     # Communication
 
@@ -420,6 +457,17 @@ def _per_dim(value: int | Sequence[int], count: int) -> list[int]:
     return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)
 
 
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among ``values`` and in the lists and tuples among them."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(x for x in value if isinstance(x, torch.Tensor))
+    return found
+
+
 def _name(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__name__", func))
 
@@ -500,3 +548,6 @@ _CHANNELS_LAST = frozenset(
         F.dropout,
     }
 )
+# What may see constants. Casts take their dtype from the other tensor, not its values.
+_OF_CONSTANTS = frozenset(_LOCAL | {F.linear, torch.Tensor.__getitem__})
+_CASTS = frozenset({torch.Tensor.to, torch.Tensor.type_as})

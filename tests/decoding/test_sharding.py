@@ -37,6 +37,7 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3)) + 0.5
 
 
+EMBEDDING = torch.linspace(-1, 1, 32).view(8, 4)
 BOX_3D = torch.ones(2, 3, 3, 3, 3) / 27
 BOX_2D = torch.ones(2, 3, 3, 3)
 BOX_2X2 = torch.ones(2, 3, 2, 2)
@@ -77,6 +78,10 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Operation]] = {
     "repeated frames, then conv3d": (
         (1, 3, 4, 7, 9),
         lambda x: F.conv3d(torch.concatenate([x[:, :, :1].repeat((1, 1, 2, 1, 1)), x], 2), BOX_3D, padding=(0, 1, 1)),
+    ),
+    "scaling by an embedded timestep": (
+        (2, 8, 3, 7, 9),
+        lambda x: x * (1 + F.linear(torch.sin(torch.arange(4).type_as(x)), EMBEDDING).view(1, 8, 1, 1, 1)),
     ),
     "nearest upsampling": ((1, 3, 7, 9), nn.Upsample(scale_factor=2, mode="nearest")),
     "nearest-exact upsampling": ((1, 3, 7, 9), nn.Upsample(scale_factor=(2.0, 2.0), mode="nearest-exact")),
@@ -163,6 +168,18 @@ UNCOVERED: dict[str, tuple[tuple[int, ...], Operation]] = {
     "mean over an axis behind moved channels": ((1, 3, 8, 8), lambda x: x.movedim(1, -1).square().mean((1, 2))),
     "convolution while channels are last": ((1, 8, 8, 8), lambda x: nn.Conv2d(8, 8, 3, padding=1)(x.movedim(1, -1))),
     "repeating the picture": ((1, 3, 8, 8), lambda x: x.repeat(1, 1, 2, 2)),
+    "adding positions": (
+        (1, 3, 8, 8),
+        lambda x: x + torch.arange(x.shape[-1]).to(x) + torch.arange(x.shape[-2]).unsqueeze(1),
+    ),
+    "adding positions to tokens": (
+        (1, 8, 8, 8),
+        lambda x: x.flatten(2).transpose(1, 2) + torch.arange(x.shape[-1] * x.shape[-2]).view(1, -1, 1),
+    ),
+    "appending positions as channels": (
+        (1, 3, 8, 8),
+        lambda x: torch.cat([x, torch.arange(x.shape[-2]).view(1, 1, -1, 1).expand_as(x).to(x)], 1),
+    ),
     "normalizing over the picture": ((1, 3, 8, 8), lambda x: F.normalize(F.normalize(x, dim=-1), dim=-2)),
 }
 

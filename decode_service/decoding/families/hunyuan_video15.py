@@ -22,8 +22,7 @@ class HunyuanVideo15Family(WholeClipFamily):
     """``AutoencoderKLHunyuanVideo15``: one call of the decoder for the whole clip; RMS norms, which are per position.
 
     diffusers builds the (THW)^2 mask of its attention row by row in Python. As for HunyuanVideo 1.0, the family calls the
-    decoder's own modules in the order of the decoder's ``forward``, with attention frame by frame instead of the mask, and
-    sets nothing on the model.
+    decoder's own modules in the order of the decoder's ``forward``, with attention frame by frame instead of the mask.
     """
 
     class_names = ("AutoencoderKLHunyuanVideo15",)

@@ -44,7 +44,6 @@ class LTXVideoFamily(WholeClipFamily):
         strides = [upsampler.stride for block in decoder.up_blocks for upsampler in block.upsamplers or ()]
         ratio = config["patch_size"] * math.prod(stride[1] for stride in strides)
         first, later = clip_operands(self._convolutions(ratio))
-        conditioned = bool(config["timestep_conditioning"])
         return ModelSpec(
             name=name,
             family=self.family_name,
@@ -55,10 +54,7 @@ class LTXVideoFamily(WholeClipFamily):
             decoder_ratio=ratio,
             frame_rule=CausalFrames(math.prod(stride[0] for stride in strides)),
             accepts_images=False,
-            exact_axes=() if conditioned else ("height", "width"),
-            no_exact_axes_reason="its timestep embedding is computed within the decoder, which the halo rule does not cover"
-            if conditioned
-            else "",
+            exact_axes=("height", "width"),
             tiles=stride_tiles(tiles or self.own_tiles(), ratio, class_name),
             chunked=False,
             operand_per_pixel_first=first,
