@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode_service.planning.temporal import ClipFrames, FrameRule, OverlapFrames
+from decode_service.planning.temporal import ClipFrames, FadedFrames, FrameRule, OverlapFrames
 from decode_service.planning.tiles import TileGrid, TileSpan, overlap_axis, stride_axis
 
 WHOLE_CLIP = 2**31
@@ -154,8 +154,8 @@ class ModelSpec:
         return (4, 5) if self.accepts_images else (5,)
 
     def tile_parts(self, latent_shape: tuple[int, ...]) -> int:
-        """Times that the tile grid is decoded: once per clip for clip-wise families, else once."""
-        if isinstance(self.frame_rule, (ClipFrames, OverlapFrames)):
+        """Times that the tile grid is decoded: once per clip or part in time where a family has them, else once."""
+        if isinstance(self.frame_rule, (ClipFrames, FadedFrames, OverlapFrames)):
             return self.frame_rule.clip_count(latent_shape[2])
         return 1
 

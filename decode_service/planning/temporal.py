@@ -230,3 +230,49 @@ class ClipFrames:
             f"{self.clip_length} * n + {self.frame_overlap} frames from "
             f"{self.tokens_per_clip} * n + {self.token_overlap} latent frames"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class FadedFrames:
+    """HunyuanVideo: short clips are decoded whole, longer ones in parts that overlap in time and are cross-faded.
+
+    The rule is that of ``AutoencoderKLHunyuanVideo._temporal_tiled_decode`` in diffusers 0.42.
+
+    Attributes:
+        ratio: pixel frames per latent frame after the first.
+        whole: most latent frames of a clip that is decoded whole.
+        stride: latent frames from one part of a longer clip to the next.
+    """
+
+    ratio: int
+    whole: int
+    stride: int
+
+    @property
+    def fade(self) -> int:
+        """Pixel frames over which consecutive parts are cross-faded."""
+        return (self.whole - self.stride) * self.ratio
+
+    def parts(self, latent_frames: int) -> tuple[tuple[int, int], ...]:
+        """``(start, stop)`` in latent frames of every part.
+
+        A part has one frame more than ``whole``, because the pixel frame of its first latent frame is dropped (that of
+        the part before is kept). So a part of a single frame gives nothing, and is left out.
+        """
+        if latent_frames <= self.whole:
+            return ((0, latent_frames),)
+        return tuple(
+            (start, min(start + self.whole + 1, latent_frames)) for start in range(0, latent_frames - 1, self.stride)
+        )
+
+    def clip_count(self, latent_frames: int) -> int:
+        return len(self.parts(latent_frames))
+
+    def frames(self, latent_frames: int) -> int:
+        return 1 + self.ratio * (latent_frames - 1)
+
+    def problem(self, latent_frames: int) -> str | None:
+        return None if latent_frames >= 1 else "at least one latent frame is needed"
+
+    def describe(self) -> str:
+        return f"1 + {self.ratio} * (T - 1)"

@@ -12,6 +12,10 @@ from decode_service.decoding.families.cogvideox import CogVideoXFamily
 from decode_service.decoding.families.flux2 import Flux2Family
 from decode_service.decoding.families.hunyuan_image import HunyuanImageFamily
 from decode_service.decoding.families.hunyuan_image_refiner import HunyuanImageRefinerFamily
+from decode_service.decoding.families.hunyuan_video import HunyuanVideoFamily
+from decode_service.decoding.families.hunyuan_video15 import HunyuanVideo15Family
+from decode_service.decoding.families.ltx2_video import LTX2VideoFamily
+from decode_service.decoding.families.ltx_video import LTXVideoFamily
 from decode_service.decoding.families.magvit import MagvitFamily
 from decode_service.decoding.families.minimax_h3 import MiniMaxH3Family
 from decode_service.decoding.families.mochi import MochiFamily
@@ -32,13 +36,17 @@ FAMILIES: dict[str, type[Family]] = {
         TemporalDecoderFamily,
         MagvitFamily,
         AllegroFamily,
-        MiniMaxH3Family,
         Flux2Family,
         HunyuanImageFamily,
         HunyuanImageRefinerFamily,
         AutoencoderDCFamily,
         AutoencoderTinyFamily,
         AsymmetricAutoencoderKLFamily,
+        HunyuanVideoFamily,
+        HunyuanVideo15Family,
+        LTXVideoFamily,
+        LTX2VideoFamily,
+        MiniMaxH3Family,
     )
     for class_name in family.class_names
 }
