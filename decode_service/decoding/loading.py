@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ BUILTIN_PREFIX = "builtin:"
 
 # Parts of an autoencoder that only encoding uses.
 _ENCODER_PARTS = ("encoder", "quant_conv")
+
+# While diffusers loads a model it exchanges methods of nn.Module for all threads. Two loads at once put them back in the
+# wrong order, and from then on every module of this process is made on the meta device.
+_loading = threading.Lock()
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -53,7 +58,8 @@ def load_family(source: ModelSource, *, device: torch.device, tiles: StrideTiles
     dtype = _DTYPES.get(source.dtype)
     if dtype is None:
         raise ConfigError(f"model.dtype must be one of {', '.join(_DTYPES)}, got {source.dtype!r}")
-    vae = _load(source, dtype)
+    with _loading:
+        vae = _load(source, dtype)
     if dtype == torch.float16 and vae.config.get("force_upcast"):
         # Such a model (SDXL) overflows in float16 and gives a black picture. float32 holds the same weights exactly.
         logger.warning("%s must not run in float16 (force_upcast): it is decoded in float32", source.name)
