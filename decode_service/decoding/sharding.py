@@ -617,5 +617,8 @@ _CHANNELS_LAST = frozenset(
     }
 )
 # What may see constants. Casts take their dtype from the other tensor, not its values.
-_OF_CONSTANTS = frozenset(_LOCAL | {F.linear, torch.Tensor.__getitem__})
+_OF_CONSTANTS = frozenset(
+    _LOCAL
+    | {F.linear, torch.Tensor.__getitem__, torch.cat, torch.concat, torch.concatenate, torch.chunk, torch.Tensor.chunk}
+)
 _CASTS = frozenset({torch.Tensor.to, torch.Tensor.type_as})

@@ -35,6 +35,9 @@ def model() -> Any:
     for parameter in vae.decoder.parameters():
         if parameter.dim() > 1:
             parameter.mul_(1.2)
+    # Pixels of about 1, as of a trained model: the tolerance is absolute.
+    vae.decoder.conv_out.weight.mul_(0.4)
+    vae.decoder.conv_out.bias.mul_(0.4)
     return vae
 
 
