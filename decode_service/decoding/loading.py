@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,16 @@ from decode_service.decoding.families import FAMILIES, Family
 from decode_service.errors import ConfigError
 from decode_service.planning.spec import StrideTiles
 
+logger = logging.getLogger(__name__)
+
 BUILTIN_PREFIX = "builtin:"
 
 # Parts of an autoencoder that only encoding uses.
 _ENCODER_PARTS = ("encoder", "quant_conv")
+
+# While diffusers loads a model it exchanges methods of nn.Module for all threads. Two loads at once put them back in the
+# wrong order, and from then on every module of this process is made on the meta device.
+_loading = threading.Lock()
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,13 +58,23 @@ def load_family(source: ModelSource, *, device: torch.device, tiles: StrideTiles
     dtype = _DTYPES.get(source.dtype)
     if dtype is None:
         raise ConfigError(f"model.dtype must be one of {', '.join(_DTYPES)}, got {source.dtype!r}")
-    vae = _load(source, dtype)
+    with _loading:
+        vae = _load(source, dtype)
+    if dtype == torch.float16 and _config_of(vae).get("force_upcast"):
+        # Such a model (SDXL) overflows in float16 and gives a black picture. float32 holds the same weights exactly.
+        logger.warning("%s must not run in float16 (force_upcast): it is decoded in float32", source.name)
+        vae.float()
     for part in _ENCODER_PARTS:
         if hasattr(vae, part):
             setattr(vae, part, None)
     gc.collect()
     vae.requires_grad_(False).eval().to(device)
     return FAMILIES[type(vae).__name__](vae, source.name, tiles)
+
+
+def _config_of(vae: nn.Module) -> dict[str, Any]:
+    config: Any = vae.config
+    return dict(config)
 
 
 def _load(source: ModelSource, dtype: torch.dtype) -> nn.Module:
@@ -125,8 +143,11 @@ def _load_single_file(path: Path, source: ModelSource, dtype: torch.dtype) -> nn
         config = json.loads(sidecar.read_text())
         cls = _vae_class(_class_name(config, source, str(sidecar)), str(sidecar))
         state = load_file(str(path))
-        if any(key.startswith("decoder.") for key in state) and "post_quant_conv.weight" in state:
-            return _from_state(cls, config, state, dtype, path)
+        model: nn.Module = cls.from_config(config)
+        decoder = {key for key in model.state_dict() if key.startswith("decoder.")}
+        # Original checkpoints have a decoder, too, but by other names.
+        if len(decoder & state.keys()) * 2 > len(decoder):
+            return _from_state(model, state, dtype, path)
         return _from_single_file(cls, path, dtype, config=str(path.parent))
     if source.class_name is None:
         raise ConfigError(
@@ -136,19 +157,19 @@ def _load_single_file(path: Path, source: ModelSource, dtype: torch.dtype) -> nn
     return _from_single_file(_vae_class(source.class_name, str(path)), path, dtype)
 
 
-def _from_state(
-    cls: type[nn.Module], config: dict[str, Any], state: dict[str, torch.Tensor], dtype: torch.dtype, path: Path
-) -> nn.Module:
-    model: nn.Module = cls.from_config(config)  # type: ignore[attr-defined]
+def _from_state(model: nn.Module, state: dict[str, torch.Tensor], dtype: torch.dtype, path: Path) -> nn.Module:
+    """Fill the decoder side of ``model`` from ``state``, which has diffusers' names."""
     wanted = {key for key in model.state_dict() if not key.startswith(tuple(f"{part}." for part in _ENCODER_PARTS))}
     missing = sorted(wanted - state.keys())
     if missing:
-        raise ConfigError(f"{path} lacks {len(missing)} decoder tensors of {cls.__name__}, for example {missing[0]}")
+        raise ConfigError(
+            f"{path} lacks {len(missing)} decoder tensors of {type(model).__name__}, for example {missing[0]}"
+        )
     try:
         model.load_state_dict({key: value for key, value in state.items() if key in wanted}, strict=False)
     except RuntimeError as error:
         raise ConfigError(f"{path} does not fit its config.json: {error}") from error
-    pinned = tuple(getattr(cls, "_keep_in_fp32_modules", None) or ())
+    pinned = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
         if not any(part in name.split(".") for part in pinned):
             parameter.data = parameter.data.to(dtype)

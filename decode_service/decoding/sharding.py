@@ -5,7 +5,7 @@ On the sharded axis three functions are reinterpreted while a ``ShardedFrame`` i
 * padding (of a convolution, or ``F.pad``) by p asks for p rows of the neighbouring bands; only the outermost ranks see
   the original padding. The convolution then runs valid on that axis.
 * ``group_norm`` merges the statistics of all bands.
-* ``scaled_dot_product_attention`` keeps its queries and gathers keys and values.
+* ``scaled_dot_product_attention`` and ``frame_causal_attention`` keep their queries and gather keys and values.
 
 Everything that acts on each position by itself passes through. Whatever else could mix positions raises
 ``UnshardableOperation``: an uncovered operation must never fall through to a wrong picture. Code that only moves elements
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from decode_service.decoding.attention import frame_causal_attention
 from decode_service.decoding.communicator import Communicator
 from decode_service.planning.bands import Band
 
@@ -69,6 +70,10 @@ class ShardedFrame(TorchFunctionMode):
         # Outputs of F.pad that carry halo rows, and how many: a convolution without padding of its own is right on
         # these and wrong on everything else.
         self._halos: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Bands whose channels were moved to the end, (B,H,W,C) or (B,T,H,W,C), for a norm over the last dimension.
+        self._channels_last: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Tensors made from numbers alone, the same on every rank.
+        self._constants: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __enter__(self) -> ShardedFrame:
         _active.depth = getattr(_active, "depth", 0) + 1
@@ -92,14 +97,55 @@ class ShardedFrame(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        constant = func is torch.arange or (len(self._constants) > 0 and self._is_constant(func, args, kwargs))
+        output = func(*args, **kwargs) if func is torch.arange else self._reinterpret(func, args, kwargs)
+        if constant:
+            for x in _tensors((output,)):
+                self._constants[x] = True
+        return output
+
+    def _reinterpret(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func in _LOCAL:
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+            marks = self._channels_last and func in _POINTWISE and isinstance(output, torch.Tensor)
+            if marks and any(map(self._is_channels_last, args)):
+                self._channels_last[output] = True
+            return output
         handler = _HANDLERS.get(func)
         if handler is None:
             raise UnshardableOperation(
                 f"{_name(func)} is not known to be exact on one band of a frame; decode this model with mode direct or tile"
             )
+        if self._channels_last and func not in _CHANNELS_LAST and any(map(self._is_channels_last, args)):
+            raise UnshardableOperation(f"{_name(func)} is not covered while channels are the last dimension")
         return handler(self, func, *args, **kwargs)
+
+    def _is_constant(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether ``func`` makes a constant again: its tensors are constants and weights, and no band.
+
+        Constants (timestep embeddings) begin with ``torch.arange``, which gives every rank the same numbers. That is right
+        unless they count positions of the picture, so a constant may meet a band only if it has one value per item,
+        channel, or both.
+        """
+        tensors = _tensors((*args, *kwargs.values()))
+        constants = [x for x in tensors if x in self._constants]
+        if not constants:
+            return False
+        if func not in _OF_CONSTANTS:
+            raise UnshardableOperation(f"{_name(func)} of numbers that may count positions of the frame is not covered")
+        if func in _CASTS:
+            return tensors[0] in self._constants
+        # Weights have up to two dimensions that matter; tokens have three, bands four and more.
+        bands = [x for x in tensors if x not in self._constants and x.dim() >= 3]
+        for band in bands:
+            free = {3: (-3, -1), 4: (-4, -3)}.get(band.dim(), tuple(range(-band.dim(), -3)))
+            for x in constants:
+                varying = [dim for dim in range(-x.dim(), 0) if x.shape[dim] != 1 and dim not in free]
+                if varying or self._is_channels_last(band):
+                    raise UnshardableOperation(
+                        f"{_name(func)} of a band {list(band.shape)} and numbers {list(x.shape)} that may count its positions"
+                    )
+        return not bands
 
     # Communication
 
@@ -150,10 +196,13 @@ class ShardedFrame(TorchFunctionMode):
         self.exchanges += 1
         for (start, size, _), (_, rows) in zip(filled, receives, strict=True):
             padded.narrow(dim, start, size).copy_(rows)
+        # What lies outside may reflect more rows than a narrow band has: the neighbour's are here by now.
         if before and self._rank == 0:
-            padded.narrow(dim, 0, before).copy_(_outside(x, dim, before, mode, value, at_start=True))
+            known = padded.narrow(dim, before, length + (after if last else 0))
+            padded.narrow(dim, 0, before).copy_(_outside(known, dim, before, mode, value, at_start=True))
         if after and self._rank == last:
-            padded.narrow(dim, before + length, after).copy_(_outside(x, dim, after, mode, value, at_start=False))
+            known = padded.narrow(dim, 0 if last else before, length + (before if last else 0))
+            padded.narrow(dim, before + length, after).copy_(_outside(known, dim, after, mode, value, at_start=False))
         return padded
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -291,7 +340,41 @@ class ShardedFrame(TorchFunctionMode):
             key, value = self.gather(key, key.dim() - 2), self.gather(value, value.dim() - 2)
         return func(query, key, value, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
 
+    def _frame_causal_attention(
+        self, func: Callable[..., Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        # Tokens (B,N,T,S,D) know their frame by dimension 2, so gathering those of each frame keeps the causal order.
+        key, value = self.gather(torch.stack([key, value]), 4).unbind(0)
+        return func(query, key, value)
+
     # Functions that are local for some arguments only
+
+    def _carry_halo(self, source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """``result``, remembered to hold the halo of ``source``: for functions that leave the sharded axis alone.
+
+        Decoders cut a padded clip into shorter ones before they convolve it; each part still has its neighbours' rows.
+        """
+        halo = self._halos.get(source, 0)
+        if halo and result is not source:
+            self._halos[result] = halo
+        return result
+
+    def _is_axis(self, x: torch.Tensor, dim: int) -> bool:
+        """Whether ``dim`` of ``x`` is the sharded axis, as far as the number of dimensions tells."""
+        return dim % x.dim() == x.dim() + self.dim
+
+    def _chunk(self, func: Callable[..., Any], input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[Any, ...]:
+        parts = func(input, chunks, dim)
+        return parts if self._is_axis(input, dim) else tuple(self._carry_halo(input, part) for part in parts)
+
+    def _cat(
+        self, func: Callable[..., Any], tensors: Sequence[torch.Tensor], dim: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        joined: torch.Tensor = func(tensors, dim, **kwargs)
+        halos = {self._halos.get(x, 0) for x in tensors}
+        if len(halos) == 1 and not self._is_axis(joined, dim):
+            return self._carry_halo(tensors[0], joined)
+        return joined
 
     def _interpolate(
         self,
@@ -304,11 +387,34 @@ class ShardedFrame(TorchFunctionMode):
         recompute_scale_factor: bool | None = None,
         antialias: bool = False,
     ) -> torch.Tensor:
-        factors = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor]
-        whole = size is None and all(factor is not None and float(factor).is_integer() for factor in factors)
-        if mode not in ("nearest", "nearest-exact") or not whole:
+        spatial = input.dim() - 2
+        index = spatial + self.dim
+        if index < 0:
+            raise UnshardableOperation("resizing a sequence has no sharded axis of its own")
+        if size is None:
+            factors = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor] * spatial
+            factor = float(factors[index] or 0.0)
+        elif isinstance(size, torch.Size):
+            # The extents of another band. A size given as numbers would be that of the frame, and wrong on every band.
+            factor = size[index] / input.shape[input.dim() + self.dim]
+            self.extents(size[index])
+        else:
+            factor = 0.0
+        # Along the other axes every mode is local. Along this one nearest is, for the whole factors whose reciprocal is
+        # exact: others may round to the row before, depending on where in the frame a band begins.
+        nearest = mode in ("nearest", "nearest-exact") and factor.is_integer() and factor >= 1
+        exact = nearest and (size is None or int(factor) & (int(factor) - 1) == 0)
+        if not exact and not (factor == 1.0 and mode in ("linear", "bilinear", "trilinear")):
             raise UnshardableOperation(f"{mode} resizing to {size or scale_factor} mixes rows of neighbouring bands")
-        return func(input, scale_factor=scale_factor, mode=mode)
+        return func(
+            input,
+            size=size,
+            scale_factor=scale_factor,
+            mode=mode,
+            align_corners=align_corners,
+            recompute_scale_factor=recompute_scale_factor,
+            antialias=antialias,
+        )
 
     def _normalize(
         self,
@@ -324,11 +430,52 @@ class ShardedFrame(TorchFunctionMode):
             raise UnshardableOperation(f"normalizing over dimension {dim} is local only over channels")
         return func(input, p=p, dim=dim, eps=eps)
 
+    def _linear(
+        self, func: Callable[..., Any], input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Weights of the model have the frame's extents or none: on the sharded axis they would not fit a band.
+
+        So a linear layer that accepts a band acts on another dimension. Of a tensor computed meanwhile that is not known.
+        """
+        if input.dim() > 3 and not isinstance(weight, torch.nn.Parameter) and not self._is_channels_last(input):
+            raise UnshardableOperation(f"a product of {input.dim()}-D bands may run over the sharded axis")
+        return func(input, weight, bias)
+
     def _last_dim(self, func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Functions of the last dimension, which is channels for tokens (B,S,C) and may be the width otherwise."""
-        if input.dim() > 3:
+        """Functions of the last dimension: channels for tokens (B,S,C), or where they were moved there, else the width."""
+        if input.dim() > 3 and not self._is_channels_last(input):
             raise UnshardableOperation(f"{_name(func)} on {input.dim()}-D bands may run over the sharded axis")
         return func(input, *args, **kwargs)
+
+    def _mean(
+        self, func: Callable[..., Any], input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        tokens = input.dim() == 3
+        channels = input.dim() - 1 if tokens or self._is_channels_last(input) else 1
+        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        if input.dim() < 3 or any(d is None or d % input.dim() != channels for d in dims):
+            raise UnshardableOperation(
+                f"a mean over dimension {dim} of {input.dim()}-D bands is local only over channels"
+            )
+        output = func(input, dim, *args, **kwargs)
+        if self._is_channels_last(input) and output.dim() == input.dim():
+            self._channels_last[output] = True
+        return output
+
+    def _movedim(self, func: Callable[..., Any], input: torch.Tensor, source: int, destination: int) -> torch.Tensor:
+        output = func(input, source, destination)
+        if input.dim() >= 4 and not self._is_channels_last(input) and source == 1 and destination == -1:
+            self._channels_last[output] = True
+        return output
+
+    def _is_channels_last(self, x: Any) -> bool:
+        return isinstance(x, torch.Tensor) and x in self._channels_last
+
+    def _repeat(self, func: Callable[..., Any], input: torch.Tensor, *sizes: Any, **kwargs: Any) -> torch.Tensor:
+        repeats = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        if input.dim() < 4 or kwargs or repeats[self.dim] != 1:
+            raise UnshardableOperation(f"repeating {input.dim()}-D bands by {list(repeats)} is not covered")
+        return func(input, *sizes)
 
     def _dropout(
         self,
@@ -350,7 +497,9 @@ class ShardedFrame(TorchFunctionMode):
                 raise UnshardableOperation(
                     f"slicing the sharded axis by {entries[position]} would lose rows of the band"
                 )
-        return func(x, index)
+        result = func(x, index)
+        # Only plain slices keep the dimensions, so only of them is it known which one the halo is in.
+        return self._carry_halo(x, result) if all(isinstance(entry, slice) for entry in entries) else result
 
 
 def _outside(x: torch.Tensor, dim: int, rows: int, mode: str, value: float, *, at_start: bool) -> torch.Tensor:
@@ -369,6 +518,17 @@ def _outside(x: torch.Tensor, dim: int, rows: int, mode: str, value: float, *, a
 
 def _per_dim(value: int | Sequence[int], count: int) -> list[int]:
     return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among ``values`` and in the lists and tuples among them."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(x for x in value if isinstance(x, torch.Tensor))
+    return found
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -395,7 +555,7 @@ _POINTWISE = _resolve(
 )
 # Elements move or are created, none is computed from another position. Slicing has a check of its own.
 _LAYOUT = _resolve(
-    "broadcast_to cat chunk concat empty_like expand expand_as flatten full_like movedim new_empty new_full new_ones "
+    "broadcast_to empty_like expand expand_as flatten full_like new_empty new_full new_ones "
     "new_zeros ones_like permute repeat_interleave reshape reshape_as split squeeze stack swapaxes transpose unbind "
     "unflatten unsqueeze view view_as zeros_like"
 )
@@ -424,11 +584,41 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.conv3d: ShardedFrame._conv,
     F.group_norm: ShardedFrame._group_norm,
     F.scaled_dot_product_attention: ShardedFrame._attention,
+    frame_causal_attention: ShardedFrame._frame_causal_attention,
     F.interpolate: ShardedFrame._interpolate,
     F.normalize: ShardedFrame._normalize,
-    F.linear: ShardedFrame._last_dim,
+    F.linear: ShardedFrame._linear,
     F.layer_norm: ShardedFrame._last_dim,
     F.rms_norm: ShardedFrame._last_dim,
     F.dropout: ShardedFrame._dropout,
     torch.Tensor.__getitem__: ShardedFrame._getitem,
+    torch.chunk: ShardedFrame._chunk,
+    torch.Tensor.chunk: ShardedFrame._chunk,
+    torch.cat: ShardedFrame._cat,
+    torch.concat: ShardedFrame._cat,
+    torch.concatenate: ShardedFrame._cat,
+    torch.Tensor.movedim: ShardedFrame._movedim,
+    torch.movedim: ShardedFrame._movedim,
+    torch.Tensor.mean: ShardedFrame._mean,
+    torch.mean: ShardedFrame._mean,
+    torch.Tensor.repeat: ShardedFrame._repeat,
 }
+# What may see bands whose channels are the last dimension, besides functions of each position.
+_CHANNELS_LAST = frozenset(
+    {
+        torch.Tensor.movedim,
+        torch.movedim,
+        torch.Tensor.mean,
+        torch.mean,
+        F.linear,
+        F.layer_norm,
+        F.rms_norm,
+        F.dropout,
+    }
+)
+# What may see constants. Casts take their dtype from the other tensor, not its values.
+_OF_CONSTANTS = frozenset(
+    _LOCAL
+    | {F.linear, torch.Tensor.__getitem__, torch.cat, torch.concat, torch.concatenate, torch.chunk, torch.Tensor.chunk}
+)
+_CASTS = frozenset({torch.Tensor.to, torch.Tensor.type_as})

@@ -2,7 +2,7 @@
 
 ``auto`` decides in this order: a tile-only model is tiled; several items are divided over the ranks; a frame small
 enough for one rank is decoded by one; otherwise the longer axis with at least as many latent rows as ranks is sharded,
-width on ties; otherwise tiles. A forced mode is never reinterpreted silently: where it cannot run, the plan falls back to
+width on ties; a model that cannot be sharded is decoded by one rank; otherwise tiles. A forced mode is never reinterpreted silently: where it cannot run, the plan falls back to
 tiles and says so, and ``strict`` makes that an error.
 """
 
@@ -152,6 +152,8 @@ class _Planner:
                 return self.divided(
                     candidate, f"{axis} is the longest axis that {self.size} ranks can share: {rows} latent cells"
                 )
+        if not direct_problem and not self.spec.exact_axes:
+            return self.direct(f"one rank decodes exactly, and no group can: {self.spec.no_exact_axes_reason}")
         problems = "; ".join(dict.fromkeys(filter(None, (self.problem(m) for m in ("direct", *self.axes_by_length())))))
         return self.tile(f"no exact mode can run: {problems}")
 
@@ -219,8 +221,11 @@ class _Planner:
 
     def operand_elements(self, share: float, chunk: int) -> int:
         """Elements of the widest operand of one pass over ``share`` of the frame."""
-        later_frames = min(chunk, self.latent_frames - 1)
-        per_pixel = max(self.spec.operand_per_pixel_first, self.spec.operand_per_pixel * later_frames)
+        first, later = self.spec.operand_per_pixel_first, self.spec.operand_per_pixel
+        if self.spec.pass_frames:
+            per_pixel = first + later * (min(self.spec.pass_frames, self.latent_frames) - 1)
+        else:
+            per_pixel = max(first, later * min(chunk, self.latent_frames - 1))
         return int(per_pixel * self.height * self.width * share)
 
     def fitting_chunk(self, share: float) -> int | None:

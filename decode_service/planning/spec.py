@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode_service.planning.temporal import ClipFrames, FrameRule
-from decode_service.planning.tiles import TileGrid, overlap_axis, stride_axis
+from decode_service.planning.temporal import ClipFrames, FadedFrames, FrameRule, OverlapFrames
+from decode_service.planning.tiles import TileGrid, TileSpan, overlap_axis, stride_axis
+
+WHOLE_CLIP = 2**31
+"""``ModelSpec.pass_frames`` of a decoder that takes all frames in one pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +49,43 @@ class StrideTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class RectangleTiles:
+    """Tiles of a fixed size and stride that differ between the axes (CogVideoX)."""
+
+    vertical: StrideTiles
+    horizontal: StrideTiles
+
+    def grid(self, height: int, width: int, spatial_ratio: int, decoder_ratio: int) -> TileGrid:
+        """Tiles of a latent frame of ``height`` x ``width`` cells; see ``StrideTiles.grid``."""
+        fits = height <= self.vertical.size_px // spatial_ratio and width <= self.horizontal.size_px // spatial_ratio
+
+        def spans(extent: int, tiles: StrideTiles) -> tuple[TileSpan, ...]:
+            tile = extent if fits else tiles.size_px // spatial_ratio
+            stride = extent if fits else tiles.stride_px // spatial_ratio
+            return stride_axis(extent, tile, stride, decoder_ratio)
+
+        return TileGrid(spans(height, self.vertical), spans(width, self.horizontal), sequential=True)
+
+
+@dataclass(frozen=True, slots=True)
 class OverlapTiles:
-    """Full tiles with at least ``min_overlap_px`` pixels of overlap; part of the model's contract, so not adjustable."""
+    """Full tiles with at least ``min_overlap_px`` pixels of overlap; part of the model's contract, so not adjustable.
+
+    ``min_overlap_width_px`` is the overlap along the width where it is another.
+    """
 
     size_px: int = 256
     min_overlap_px: int = 64
+    min_overlap_width_px: int | None = None
 
     def grid(self, height: int, width: int, spatial_ratio: int, decoder_ratio: int) -> TileGrid:
         """Tiles of a latent frame of ``height`` x ``width`` cells; see ``StrideTiles.grid``."""
         tile = self.size_px // spatial_ratio
         overlap = self.min_overlap_px // spatial_ratio
+        along_width = overlap if self.min_overlap_width_px is None else self.min_overlap_width_px // spatial_ratio
         return TileGrid(
             overlap_axis(height, tile, overlap, decoder_ratio),
-            overlap_axis(width, tile, overlap, decoder_ratio),
+            overlap_axis(width, tile, along_width, decoder_ratio),
             sequential=False,
         )
 
@@ -85,6 +112,9 @@ class ModelSpec:
         operand_per_pixel: elements of the widest operand of a pass over one later latent frame, per output pixel of one
             frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
         operand_per_pixel_first: the same for the pass over the first latent frame.
+        pass_frames: latent frames of one pass at most, the first included, where a pass takes many at once (then the
+            operand is that of the first and of all later ones together; ``WHOLE_CLIP`` where it takes all); 0 where the
+            chunk length says it.
     """
 
     name: str
@@ -97,12 +127,13 @@ class ModelSpec:
     frame_rule: FrameRule | None
     accepts_images: bool
     exact_axes: tuple[str, ...]
-    tiles: StrideTiles | OverlapTiles
+    tiles: StrideTiles | RectangleTiles | OverlapTiles
     no_exact_axes_reason: str = ""
     tile_only: bool = False
     chunked: bool = True
     operand_per_pixel: int = 0
     operand_per_pixel_first: int = 0
+    pass_frames: int = 0
 
     @property
     def decoder_channels(self) -> int:
@@ -123,8 +154,8 @@ class ModelSpec:
         return (4, 5) if self.accepts_images else (5,)
 
     def tile_parts(self, latent_shape: tuple[int, ...]) -> int:
-        """Times that the tile grid is decoded: once per clip for clip-wise families, else once."""
-        if isinstance(self.frame_rule, ClipFrames):
+        """Times that the tile grid is decoded: once per clip or part in time where a family has them, else once."""
+        if isinstance(self.frame_rule, (ClipFrames, FadedFrames, OverlapFrames)):
             return self.frame_rule.clip_count(latent_shape[2])
         return 1
 

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from decode_service.planning.tiles import TileSpan, overlap_axis
+
 
 class FrameRule(Protocol):
     """Latent frames to pixel frames."""
@@ -45,6 +47,103 @@ class CausalFrames:
         the same pixels.
         """
         return ((0, 1), *((t, min(t + chunk, latent_frames)) for t in range(1, latent_frames, chunk)))
+
+
+@dataclass(frozen=True, slots=True)
+class SingleFrame:
+    """Image decoders whose latents have a time axis, of one frame."""
+
+    def frames(self, latent_frames: int) -> int:
+        return latent_frames
+
+    def problem(self, latent_frames: int) -> str | None:
+        return (
+            None if latent_frames == 1 else "it decodes images, one latent frame each; send videos as a batch of images"
+        )
+
+    def describe(self) -> str:
+        return "one frame"
+
+
+@dataclass(frozen=True, slots=True)
+class EqualFrames:
+    """Decoders that leave time as it is: every latent frame gives one pixel frame."""
+
+    def frames(self, latent_frames: int) -> int:
+        return latent_frames
+
+    def problem(self, latent_frames: int) -> str | None:
+        return None if latent_frames >= 1 else "at least one latent frame is needed"
+
+    def describe(self) -> str:
+        return "T"
+
+
+@dataclass(frozen=True, slots=True)
+class RemainderFirstFrames:
+    """CogVideoX: chunks of ``batch`` latent frames whose first one takes the remainder as well.
+
+    The rule is that of ``AutoencoderKLCogVideoX._decode`` in diffusers 0.42. How frames are grouped is part of the model:
+    statistics are taken per chunk, and a chunk of an odd number of frames begins with one that is not upsampled in time.
+
+    Attributes:
+        batch: latent frames of a chunk.
+        ratio: pixel frames per latent frame, a power of two.
+    """
+
+    batch: int
+    ratio: int
+
+    def chunks(self, latent_frames: int) -> tuple[tuple[int, int], ...]:
+        """``(start, stop)`` of every decoder pass."""
+        first = min(self.batch + latent_frames % self.batch, latent_frames)
+        return ((0, first), *((t, t + self.batch) for t in range(first, latent_frames, self.batch)))
+
+    def chunk_frames(self, latent_frames: int) -> int:
+        """Pixel frames of a chunk of ``latent_frames``."""
+        return self.ratio * latent_frames if latent_frames % 2 == 0 else 1 + self.ratio * (latent_frames - 1)
+
+    def frames(self, latent_frames: int) -> int:
+        return sum(self.chunk_frames(stop - start) for start, stop in self.chunks(latent_frames))
+
+    def problem(self, latent_frames: int) -> str | None:
+        return None if latent_frames >= 1 else "at least one latent frame is needed"
+
+    def describe(self) -> str:
+        if self.batch == 2:
+            return f"1 + {self.ratio} * (T - 1) for odd T, {self.ratio} * T for even T"
+        return f"by chunks of {self.batch} latent frames, the first one with the remainder"
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapFrames:
+    """Allegro: clips that overlap and are cross-faded, laid out in time as tiles are in space.
+
+    Attributes:
+        clip: latent frames of a clip.
+        min_overlap: latent frames that consecutive clips share at least.
+        ratio: pixel frames per latent frame.
+    """
+
+    clip: int
+    min_overlap: int
+    ratio: int
+
+    def spans(self, latent_frames: int) -> tuple[TileSpan, ...]:
+        """The clips, with starts and sizes in latent frames and overlaps in pixel frames."""
+        return overlap_axis(latent_frames, self.clip, self.min_overlap, self.ratio)
+
+    def clip_count(self, latent_frames: int) -> int:
+        return len(self.spans(latent_frames))
+
+    def frames(self, latent_frames: int) -> int:
+        return self.ratio * latent_frames
+
+    def problem(self, latent_frames: int) -> str | None:
+        return None if latent_frames >= 1 else "at least one latent frame is needed"
+
+    def describe(self) -> str:
+        return f"{self.ratio} * T"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +230,49 @@ class ClipFrames:
             f"{self.clip_length} * n + {self.frame_overlap} frames from "
             f"{self.tokens_per_clip} * n + {self.token_overlap} latent frames"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class FadedFrames:
+    """HunyuanVideo: short clips are decoded whole, longer ones in parts that overlap in time and are cross-faded.
+
+    The rule is that of ``AutoencoderKLHunyuanVideo._temporal_tiled_decode`` in diffusers 0.42.
+
+    Attributes:
+        ratio: pixel frames per latent frame after the first.
+        whole: most latent frames of a clip that is decoded whole.
+        stride: latent frames from one part of a longer clip to the next.
+    """
+
+    ratio: int
+    whole: int
+    stride: int
+
+    @property
+    def fade(self) -> int:
+        """Pixel frames over which consecutive parts are cross-faded."""
+        return (self.whole - self.stride) * self.ratio
+
+    def parts(self, latent_frames: int) -> tuple[tuple[int, int], ...]:
+        """``(start, stop)`` in latent frames of every part.
+
+        A part has one frame more than ``whole``, because the pixel frame of its first latent frame is dropped (that of
+        the part before is kept). So a part of a single frame gives nothing, and is left out.
+        """
+        if latent_frames <= self.whole:
+            return ((0, latent_frames),)
+        return tuple(
+            (start, min(start + self.whole + 1, latent_frames)) for start in range(0, latent_frames - 1, self.stride)
+        )
+
+    def clip_count(self, latent_frames: int) -> int:
+        return len(self.parts(latent_frames))
+
+    def frames(self, latent_frames: int) -> int:
+        return 1 + self.ratio * (latent_frames - 1)
+
+    def problem(self, latent_frames: int) -> str | None:
+        return None if latent_frames >= 1 else "at least one latent frame is needed"
+
+    def describe(self) -> str:
+        return f"1 + {self.ratio} * (T - 1)"

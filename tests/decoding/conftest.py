@@ -15,13 +15,22 @@ from tests.decoding.harness import Answer, Case, latents_of, run_group
 SMALL_TILES = StrideTiles(size_px=64, stride_px=48)
 
 # Uneven extents on purpose: no axis divides by 2, 3 or 4.
-SHAPES = {
+SHAPES: dict[str, tuple[int, ...]] = {
+    "autoencoder_kl": (1, 4, 11, 17),
     "wan21": (1, 4, 3, 11, 17),
     "wan22": (1, 4, 3, 5, 7),
     "qwen_image": (1, 4, 1, 11, 17),
     "minimax_h3": (1, 4, 12, 17, 21),
 }
-EXACT = ("wan21", "wan22", "qwen_image")
+EXACT = ("autoencoder_kl", "wan21", "wan22", "qwen_image")
+
+# None is the family's own: AutoencoderKL takes it from the config's sample_size.
+TILES = {
+    "autoencoder_kl": None,
+    "wan21": SMALL_TILES,
+    "wan22": StrideTiles(64, 32),
+    "qwen_image": SMALL_TILES,
+}
 
 
 class Zoo:
@@ -46,9 +55,8 @@ def cases_of(zoo: Zoo) -> dict[str, Case]:
     for name in EXACT:
         for mode in ("direct", "spatial_shard_height", "spatial_shard_width"):
             cases[f"{name} {mode}"] = zoo.case(name, mode)
-        cases[f"{name} tile"] = zoo.case(
-            name, "tile", tiles=StrideTiles(64, 48) if name != "wan22" else StrideTiles(64, 32)
-        )
+        cases[f"{name} tile"] = zoo.case(name, "tile", tiles=TILES[name])
+    for name in ("wan21", "wan22", "qwen_image"):
         cases[f"{name} one tile"] = zoo.case(name, "tile")
     for chunk in (2, 5):
         cases[f"wan21 spatial_shard_height chunk {chunk}"] = zoo.case(
@@ -70,6 +78,8 @@ def cases_of(zoo: Zoo) -> dict[str, Case]:
     for mode in ("spatial_shard_height", "spatial_shard_width"):
         cases[f"wan21 {mode} uint8"] = zoo.case("wan21", mode, pixels=PixelFormat("uint8"), shape=(2, 4, 2, 5, 7))
         cases[f"qwen_image {mode} 4-D"] = zoo.case("qwen_image", mode, shape=(2, 4, 7, 9), pixels=PixelFormat("uint8"))
+    cases["autoencoder_kl denormalize"] = zoo.case("autoencoder_kl", "spatial_shard_width", denormalize=True)
+    cases["autoencoder_kl batch"] = zoo.case("autoencoder_kl", "batch", shape=(3, 4, 5, 6))
     cases["wan21 denormalize"] = zoo.case("wan21", "spatial_shard_width", denormalize=True)
     cases["minimax_h3 denormalize"] = zoo.case("minimax_h3", "auto", denormalize=True, shape=(1, 4, 7, 4, 5))
     cases["hot qwen_image tile"] = Case(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -53,7 +54,33 @@ def minimax_h3(**config: int) -> diffusers.AutoencoderKLMiniMaxH3:
     return model
 
 
-BUILDERS = {"wan21": wan21, "wan22": wan22, "qwen_image": qwen_image, "minimax_h3": minimax_h3}
+def autoencoder_kl(**config: Any) -> diffusers.AutoencoderKL:
+    """FLUX.1's form: no quant convolutions, a shift; GroupNorm and attention as in all of them."""
+    widths = (8, 16, 16)
+    defaults = {
+        "block_out_channels": widths,
+        "down_block_types": ("DownEncoderBlock2D",) * len(widths),
+        "up_block_types": ("UpDecoderBlock2D",) * len(widths),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "latent_channels": 4,
+        "sample_size": 32,
+        "scaling_factor": 0.3611,
+        "shift_factor": 0.1159,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+        "force_upcast": False,
+    }
+    return diffusers.AutoencoderKL(**{**defaults, **config})
+
+
+BUILDERS = {
+    "autoencoder_kl": autoencoder_kl,
+    "wan21": wan21,
+    "wan22": wan22,
+    "qwen_image": qwen_image,
+    "minimax_h3": minimax_h3,
+}
 
 
 def save(name: str, folder: Path) -> torch.nn.Module:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,8 @@ def reference(zoo: Zoo, key: str, case: Case) -> torch.Tensor:
     """What diffusers decodes from the same latents and weights, as floats (B,C,F,H,W)."""
     name = key.removeprefix("hot ").split()[0]
     vae = zoo.references[name]
+    if name == "autoencoder_kl":
+        return image_reference(vae, case)
     latents = case.latents if case.latents.dim() == 5 else case.latents.unsqueeze(2)
     if case.denormalize:
         mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
@@ -33,6 +37,19 @@ def reference(zoo: Zoo, key: str, case: Case) -> torch.Tensor:
     if case.mode == "tile" and case.tiles is not None:
         size, stride = case.tiles.size_px, case.tiles.stride_px
         vae.enable_tiling(size, size, stride, stride)
+    try:
+        return vae.decode(latents).sample.clamp(-1, 1)
+    finally:
+        vae.disable_tiling()
+
+
+def image_reference(vae: Any, case: Case) -> torch.Tensor:
+    """The same for ``AutoencoderKL``, with the arithmetic of the FLUX.1 pipeline."""
+    latents = case.latents
+    if case.denormalize:
+        latents = latents / vae.config.scaling_factor + vae.config.shift_factor
+    if case.mode == "tile":
+        vae.enable_tiling()
     try:
         return vae.decode(latents).sample.clamp(-1, 1)
     finally:

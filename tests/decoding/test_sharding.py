@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import nn
 
+from decode_service.decoding.attention import frame_causal_attention
 from decode_service.decoding.communicator import Communicator
 from decode_service.decoding.sharding import AXIS_DIM, ShardedFrame, UnshardableOperation
 from decode_service.planning.bands import split
@@ -36,9 +37,11 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3)) + 0.5
 
 
+EMBEDDING = torch.linspace(-1, 1, 32).view(8, 4)
 BOX_3D = torch.ones(2, 3, 3, 3, 3) / 27
 BOX_2D = torch.ones(2, 3, 3, 3)
 BOX_2X2 = torch.ones(2, 3, 2, 2)
+CHANNEL_MIX = nn.Linear(3, 5)
 
 OPERATIONS: dict[str, tuple[tuple[int, ...], Operation]] = {
     "conv2d": ((1, 3, 7, 9), nn.Conv2d(3, 4, 3, padding=1)),
@@ -48,6 +51,7 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Operation]] = {
     "conv2d grouped": ((1, 4, 7, 9), nn.Conv2d(4, 8, 3, padding=1, groups=2)),
     "conv2d that pads by replicating": ((1, 3, 7, 9), nn.Conv2d(3, 4, 3, padding=1, padding_mode="replicate")),
     "conv2d that pads by reflecting": ((1, 3, 8, 9), nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")),
+    "conv2d that reflects bands of one row": ((1, 3, 3, 3), nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")),
     "conv3d": ((1, 3, 4, 7, 9), nn.Conv3d(3, 4, 3, padding=1)),
     "pad with a value, then conv": ((1, 3, 7, 9), lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1), value=2.0), BOX_2D)),
     "asymmetric pad, then conv": ((1, 3, 7, 9), lambda x: F.conv2d(F.pad(x, (1, 0, 0, 1)), BOX_2X2)),
@@ -64,8 +68,45 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Operation]] = {
     "group norm of bfloat16": ((2, 8, 7, 9), lambda x: F.group_norm(x.bfloat16(), 4).float()),
     "group norm far from zero": ((1, 4, 7, 9), lambda x: F.group_norm(x + 3000.0, 2, eps=1e-6)),
     "channel norm": ((1, 8, 3, 7, 9), lambda x: F.normalize(x, dim=1)),
+    "norms of channels moved to the end": (
+        (1, 8, 3, 7, 9),
+        lambda x: (
+            F.layer_norm((x.movedim(1, -1) * torch.rsqrt(x.movedim(1, -1).pow(2).mean(-1, keepdim=True))), (8,))
+            .movedim(-1, 1)
+            .mul(x.square().mean(1, keepdim=True))
+        ),
+    ),
+    "repeated frames, then conv3d": (
+        (1, 3, 4, 7, 9),
+        lambda x: F.conv3d(torch.concatenate([x[:, :, :1].repeat((1, 1, 2, 1, 1)), x], 2), BOX_3D, padding=(0, 1, 1)),
+    ),
+    "scaling by an embedded timestep": (
+        (2, 8, 3, 7, 9),
+        lambda x: x * (1 + F.linear(torch.sin(torch.arange(4).type_as(x)), EMBEDDING).view(1, 8, 1, 1, 1)),
+    ),
     "nearest upsampling": ((1, 3, 7, 9), nn.Upsample(scale_factor=2, mode="nearest")),
     "nearest-exact upsampling": ((1, 3, 7, 9), nn.Upsample(scale_factor=(2.0, 2.0), mode="nearest-exact")),
+    "nearest resizing to the extents of another band": (
+        (1, 3, 2, 7, 9),
+        lambda x: F.interpolate(x, size=F.interpolate(x, scale_factor=(3.0, 4.0, 4.0)).shape[-3:]),
+    ),
+    "linear upsampling in time only": ((1, 3, 2, 7, 9), nn.Upsample(scale_factor=(2, 1, 1), mode="trilinear")),
+    "linear layer over the channels of clips": (
+        (1, 3, 4, 7, 9),
+        lambda x: CHANNEL_MIX(x.permute(0, 2, 3, 4, 1)).permute(0, 4, 1, 2, 3),
+    ),
+    "padded clip cut in time, then conv3d": (
+        (1, 3, 8, 7, 9),
+        lambda x: torch.cat(
+            [F.conv3d(part, BOX_3D) for part in F.pad(x, (1, 1, 1, 1, 1, 0), mode="replicate").chunk(3, dim=2)], 2
+        ),
+    ),
+    "padded clip cut and joined in time, then conv3d": (
+        (1, 3, 6, 7, 9),
+        lambda x: F.conv3d(
+            torch.cat([part[:, :, 1:] for part in torch.chunk(F.pad(x, (1, 1, 1, 1)), 2, dim=2)], 2), BOX_3D
+        ),
+    ),
     "pixel-wise functions": ((1, 3, 7, 9), lambda x: (F.silu(x) * 2 + x.clamp(-1, 1)).to(torch.float64).float()),
 }
 
@@ -97,6 +138,20 @@ def test_attention_keeps_queries_and_gathers_keys_and_values(axis: str, ranks: i
     torch.testing.assert_close(sharded(attention, x, axis, ranks), attention(x), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("axis", ["height", "width"])
+def test_frame_causal_attention_gathers_the_keys_of_every_frame(axis: str, ranks: int) -> None:
+    """Bands of a frame hold different numbers of tokens, and rank order is not frame order."""
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        tokens = x.permute(0, 2, 3, 4, 1).flatten(2, 3).unsqueeze(1)
+        y = frame_causal_attention(tokens, tokens * 0.5, tokens + 1)
+        return y.squeeze(1).unflatten(2, x.shape[3:]).permute(0, 4, 1, 2, 3)
+
+    x = normal(2, 8, 4, 7, 9)
+    torch.testing.assert_close(sharded(attention, x, axis, ranks), attention(x), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("axis", ["height", "width"])
 def test_a_group_norm_decoder_with_attention_runs_unmodified(axis: str) -> None:
     """AutoencoderKL: GroupNorm everywhere, and attention in the middle."""
@@ -125,12 +180,40 @@ UNCOVERED: dict[str, tuple[tuple[int, ...], Operation]] = {
     "matrix product": ((1, 3, 8, 8), lambda x: x @ x.transpose(-1, -2)),
     "bilinear resizing": ((1, 3, 8, 8), lambda x: F.interpolate(x, scale_factor=2, mode="bilinear")),
     "resizing to a size": ((1, 3, 8, 8), lambda x: F.interpolate(x, size=(16, 16))),
+    "resizing to a size from a shape, by another factor": (
+        (1, 3, 8, 8),
+        lambda x: F.interpolate(x, size=torch.Size([24, 24])),
+    ),
+    "resizing to a smaller size": ((1, 3, 8, 8), lambda x: F.interpolate(x, size=torch.Size([2, 2]))),
+    "trilinear resizing": ((1, 3, 2, 8, 8), nn.Upsample(scale_factor=2, mode="trilinear")),
+    "product with what was computed": ((1, 3, 8, 8), lambda x: F.linear(x, x[0, 0])),
+    "padded, then joined with what is not": (
+        (1, 3, 8, 8),
+        lambda x: F.conv2d(torch.cat([F.pad(x[:, :1], (1, 1, 1, 1)), F.pad(x[:, 1:], (1, 1, 1, 1)) * 2], 1), BOX_2D),
+    ),
+    "padded, then computed with": ((1, 3, 8, 8), lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1)) + 1, BOX_2D)),
     "flip": ((1, 3, 8, 8), lambda x: x.flip(-1).flip(-2)),
     "roll": ((1, 3, 8, 8), lambda x: x.roll(1, dims=(-1, -2))),
     "slicing the axis": ((1, 3, 8, 8), lambda x: x[:, :, 1:, 1:]),
     "masked attention": ((1, 3, 8, 8), lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)),
     "circular padding": ((1, 3, 8, 8), nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")),
     "layer norm over the picture": ((1, 3, 8, 8), lambda x: F.layer_norm(x, x.shape[-2:])),
+    "mean over the last axes": ((1, 3, 8, 8), lambda x: x - x.mean(-1, keepdim=True).mean(-2, keepdim=True)),
+    "mean over an axis behind moved channels": ((1, 3, 8, 8), lambda x: x.movedim(1, -1).square().mean((1, 2))),
+    "convolution while channels are last": ((1, 8, 8, 8), lambda x: nn.Conv2d(8, 8, 3, padding=1)(x.movedim(1, -1))),
+    "repeating the picture": ((1, 3, 8, 8), lambda x: x.repeat(1, 1, 2, 2)),
+    "adding positions": (
+        (1, 3, 8, 8),
+        lambda x: x + torch.arange(x.shape[-1]).to(x) + torch.arange(x.shape[-2]).unsqueeze(1),
+    ),
+    "adding positions to tokens": (
+        (1, 8, 8, 8),
+        lambda x: x.flatten(2).transpose(1, 2) + torch.arange(x.shape[-1] * x.shape[-2]).view(1, -1, 1),
+    ),
+    "appending positions as channels": (
+        (1, 3, 8, 8),
+        lambda x: torch.cat([x, torch.arange(x.shape[-2]).view(1, 1, -1, 1).expand_as(x).to(x)], 1),
+    ),
     "normalizing over the picture": ((1, 3, 8, 8), lambda x: F.normalize(F.normalize(x, dim=-1), dim=-2)),
 }
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from decode_service.errors import InvalidLatentsError, InvalidRequestError, UnsupportedModeError
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.planner import Policy, make_plan
-from decode_service.planning.spec import ModelSpec, OverlapTiles, StrideTiles
+from decode_service.planning.spec import WHOLE_CLIP, ModelSpec, OverlapTiles, StrideTiles
 from decode_service.planning.temporal import CausalFrames, ClipFrames
 
 WAN = ModelSpec(
@@ -77,6 +77,12 @@ class TestAuto:
         narrow = plan((1, 16, 1, 3, 7), ranks=8, policy=Policy(direct_max_pixels=0))
         assert narrow.mode == "tile" and "fewer than 8 ranks" in narrow.reason
 
+    def test_a_model_that_cannot_be_sharded_is_decoded_by_one_rank_rather_than_approximated(self) -> None:
+        spec = replace(QWEN, exact_axes=(), no_exact_axes_reason="it mixes all positions")
+        whole = plan((1, 16, 1, 60, 104), spec=spec)
+        assert whole.mode == "direct" and whole.exact and "it mixes all positions" in whole.reason
+        assert plan((1, 16, 1, 540, 960), spec=spec).mode == "tile", "too large for one rank"
+
     def test_a_group_of_one_decodes_directly_what_one_rank_can(self) -> None:
         assert plan((1, 16, 21, 60, 104), ranks=1).mode == "direct"
         assert plan((4, 16, 1, 60, 104), ranks=1).mode == "direct"
@@ -110,6 +116,19 @@ class TestAuto:
         began = time.monotonic()
         assert H3.output_extents((1, 24, 2**31 - 1, 1, 1))[0] > 2**31
         assert time.monotonic() - began < 1
+
+    def test_a_decoder_that_is_not_divided_in_time_takes_all_frames_in_one_pass(self) -> None:
+        spec = replace(
+            WAN,
+            frame_rule=CausalFrames(1),
+            chunked=False,
+            operand_per_pixel=128,
+            operand_per_pixel_first=384,
+            pass_frames=WHOLE_CLIP,
+        )
+        # 1024 x 1024: (384 + 128 * 12) * 2^20 elements are below 2^31, and 13 later frames are 2^31.
+        assert plan((1, 16, 13, 128, 128), spec=spec, ranks=1).mode == "direct"
+        assert plan((1, 16, 14, 128, 128), spec=spec, ranks=1).mode == "tile"
 
     def test_the_policy_can_force_a_mode(self) -> None:
         assert plan((1, 16, 2, 60, 104), policy=Policy(mode="tile")).mode == "tile"

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode_service.planning.temporal import CausalFrames, ClipFrames
+from decode_service.planning.temporal import (
+    CausalFrames,
+    ClipFrames,
+    EqualFrames,
+    OverlapFrames,
+    RemainderFirstFrames,
+    SingleFrame,
+)
 from tests.decoding import models
 
 
@@ -43,3 +50,25 @@ def test_minimax_h3_clips_give_the_frames_of_diffusers(clip_length: int, token_d
         with torch.inference_mode():
             assert rule.frames(latent_frames) == vae.decode(torch.zeros(1, 4, latent_frames, 1, 1)).sample.shape[2]
     assert possible > 10
+
+
+def test_frames_of_images_and_of_decoders_that_leave_time_alone() -> None:
+    assert SingleFrame().problem(1) is None and "images" in str(SingleFrame().problem(2))
+    assert [EqualFrames().frames(count) for count in (1, 2, 14)] == [1, 2, 14]
+    assert EqualFrames().problem(0)
+
+
+def test_chunks_with_the_remainder_first() -> None:
+    rule = RemainderFirstFrames(2, 4)
+    assert rule.chunks(1) == ((0, 1),)
+    assert rule.chunks(5) == ((0, 3), (3, 5))
+    assert rule.chunks(6) == ((0, 2), (2, 4), (4, 6))
+    assert [rule.frames(count) for count in (1, 2, 3, 4, 13)] == [1, 8, 9, 16, 49]
+
+
+def test_clips_that_overlap_cover_the_video() -> None:
+    rule = OverlapFrames(6, 2, 4)
+    assert [span.start for span in rule.spans(22)] == [0, 4, 8, 12, 16]
+    for count in range(1, 40):
+        spans = rule.spans(count)
+        assert len(spans) == rule.clip_count(count) and spans[-1].start + spans[-1].size == count

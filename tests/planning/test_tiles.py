@@ -9,7 +9,7 @@ from diffusers import AutoencoderKLMiniMaxH3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_service.planning.spec import OverlapTiles, StrideTiles
+from decode_service.planning.spec import OverlapTiles, RectangleTiles, StrideTiles
 from decode_service.planning.tiles import TileSpan, assign_largest_first, overlap_axis, stride_axis
 
 
@@ -88,3 +88,18 @@ def test_tiles_are_assigned_largest_first(work: list[int], ranks: int) -> None:
     assert max(loads) <= sum(work) / ranks + max(work) * (1 - 1 / ranks)
     if len(work) >= ranks:
         assert set(owners) == set(range(ranks))
+
+
+@pytest.mark.parametrize(("height", "width"), [(30, 45), (31, 45), (30, 46), (60, 90), (7, 100), (100, 7)])
+def test_rectangular_tiles_cover_the_frame(height: int, width: int) -> None:
+    tiles = RectangleTiles(StrideTiles(240, 200), StrideTiles(360, 288))
+    grid = tiles.grid(height, width, 8, 8)
+    assert sum(row.keep for row in grid.rows) == height * 8
+    assert sum(column.keep for column in grid.columns) == width * 8
+    assert (grid.count == 1) == (height <= 30 and width <= 45)
+
+
+def test_overlaps_may_differ_between_the_axes() -> None:
+    grid = OverlapTiles(320, 120, 80).grid(90, 160, 8, 8)
+    assert [row.start for row in grid.rows] == [0, 25, 50]
+    assert [column.start for column in grid.columns] == [0, 30, 60, 90, 120]

@@ -92,11 +92,9 @@ class Family(ABC):
         return pixels
 
     def dtype(self) -> torch.dtype:
-        """The dtype that latents are cast to."""
-        return next(self.vae.post_quant_conv.parameters()).dtype
-
-    def device(self) -> torch.device:
-        return next(self.vae.post_quant_conv.parameters()).device
+        """The dtype that latents are cast to: that of the first module which sees them."""
+        first = getattr(self.vae, "post_quant_conv", None)
+        return next((first if first is not None else self.vae.decoder).parameters()).dtype
 
 
 class MeanStdFamily(Family):

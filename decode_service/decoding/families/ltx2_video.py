@@ -1,0 +1,40 @@
+"""LTX-2 (32x32x8, 128 channels): ``AutoencoderKLLTX2Video``, the video half of an audio and video model."""
+
+from __future__ import annotations
+
+import torch
+
+from decode_service.decoding.families.ltx_video import LTXVideoFamily
+from decode_service.planning.tiles import TileSpan
+
+# B batch, C channels, T latent frames, H height, W width.
+
+
+class LTX2VideoFamily(LTXVideoFamily):
+    """``AutoencoderKLLTX2Video``: built as LTX-Video is, denormalized as there (``LTX2Pipeline._denormalize_latents``).
+
+    Unlike other pipelines, ``LTX2Pipeline(output_type="latent")`` returns latents that are denormalized already: a request
+    with those says ``denormalize: false``.
+    """
+
+    class_names = ("AutoencoderKLLTX2Video",)
+    family_name = "ltx-2-video"
+
+    def decode_tile(
+        self, latents_BCTHW: torch.Tensor, part: int, row: TileSpan, column: TileSpan, chunk: int
+    ) -> torch.Tensor:
+        """One tile. A last tile of a single cell is decoded together with the cell before it.
+
+        Such a tile (480 px of height with the default tiles) fails in diffusers: convolutions pad by reflecting, and one
+        row has nothing to reflect.
+        """
+        ratio = self.spec.decoder_ratio
+        wider_row, wider_column = _at_least_two(row), _at_least_two(column)
+        tile = super().decode_tile(latents_BCTHW, part, wider_row, wider_column, chunk)
+        return tile[..., (row.start - wider_row.start) * ratio :, (column.start - wider_column.start) * ratio :]
+
+
+def _at_least_two(span: TileSpan) -> TileSpan:
+    if span.size > 1 or span.start == 0:
+        return span
+    return TileSpan(span.start - 1, 2, span.blend, span.keep)

@@ -1,0 +1,63 @@
+"""Qwen-Image 2.1: ``AutoencoderKLQwenImage21``, the residual architecture of Wan 2.2 reduced to single images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from decode_service.decoding.families.base import CausalFamily, stride_tiles
+from decode_service.planning.spec import ModelSpec, StrideTiles
+from decode_service.planning.temporal import CausalFrames, SingleFrame
+
+
+class QwenImage21Family(CausalFamily):
+    """``AutoencoderKLQwenImage21``: 16x, 64 channels, pictures with an alpha channel.
+
+    Its causal convolutions are two-dimensional ones, the last temporal slice of Wan's, and refuse a feature cache: a
+    second latent frame cannot be decoded, whatever the temporal options in its config say.
+    """
+
+    class_names = ("AutoencoderKLQwenImage21",)
+
+    def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
+        config = self.config
+        patch = config["patch_size"] or 1
+        # From the structure, not from scale_factor_spatial, which a config may have left at its default.
+        decoder_ratio = 2 ** (len(config["dim_mult"]) - 1)
+        width = config["decoder_base_dim"] or config["base_dim"]
+        # The widest operand at full resolution: the last upsampling leaves the channels of the stage before.
+        operand = width * max(config["dim_mult"][:2])
+        return ModelSpec(
+            name=name,
+            family="qwen-image-2.1",
+            class_name="AutoencoderKLQwenImage21",
+            latent_channels=config["z_dim"],
+            output_channels=config["out_channels"] // patch**2,
+            spatial_ratio=decoder_ratio * patch,
+            decoder_ratio=decoder_ratio,
+            frame_rule=SingleFrame(),
+            accepts_images=True,
+            exact_axes=("height", "width"),
+            tiles=stride_tiles(tiles, decoder_ratio * patch, "AutoencoderKLQwenImage21"),
+            chunked=False,
+            operand_per_pixel_first=operand // patch**2,
+        )
+
+    @property
+    def frame_rule(self) -> CausalFrames:
+        """The causal rule for the one frame that there is."""
+        return CausalFrames(1)
+
+    def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
+        """By the rule of the QwenImage21 pipeline, which multiplies by the deviation where that of Qwen-Image divides."""
+        shape = (1, self.spec.latent_channels, 1, 1, 1)
+        device, dtype = latents_BCTHW.device, latents_BCTHW.dtype
+        mean = torch.tensor(self.config["latents_mean"]).view(shape).to(device, dtype)
+        std = torch.tensor(self.config["latents_std"]).view(shape).to(device, dtype)
+        return latents_BCTHW * std + mean
+
+    def passes(self, latents_BCTHW: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+        x_BCTHW = self.vae.post_quant_conv(latents_BCTHW)
+        # The residual shortcuts must know that this is the first frame: they drop its leading copies.
+        yield self.call_decoder(x_BCTHW, first_chunk=True)

@@ -1,0 +1,93 @@
+"""What every family is held to, on ranks that are threads: quick enough for many families and shapes.
+
+Real processes and gloo are what ``test_exactness`` uses; the arithmetic is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from decode_service.decoding.communicator import Communicator, SoloCommunicator
+from decode_service.decoding.families import FAMILIES
+from decode_service.decoding.rank import RankDecoder, RankPart
+from decode_service.planning.plan import DecodePlan, PixelFormat
+from decode_service.planning.planner import Policy, make_plan
+from decode_service.planning.spec import StrideTiles
+from tests.decoding.harness import assemble
+from tests.decoding.threads import on_ranks
+
+CPU = torch.device("cpu")
+
+#: As the model's own ``decode`` returns them, so that a reference needs no conversion.
+MODEL_RANGE = PixelFormat("float32", "model")
+
+
+def decoded(
+    vae: Any,
+    latents: torch.Tensor,
+    mode: str,
+    *,
+    ranks: int = 1,
+    tiles: StrideTiles | None = None,
+    pixels: PixelFormat = MODEL_RANGE,
+    denormalize: bool = False,
+    **wish: Any,
+) -> tuple[DecodePlan, torch.Tensor]:
+    """``latents`` decoded by a group of ``ranks`` threads that share the weights of ``vae``."""
+    family_class = FAMILIES[type(vae).__name__]
+    spec = family_class(vae, "tiny", tiles).spec
+    plan = make_plan(spec, tuple(latents.shape), group_size=ranks, policy=Policy(), mode=mode, strict=True, **wish)
+
+    def work(communicator: Communicator) -> RankPart:
+        decoder = RankDecoder(family_class(vae, "tiny", tiles), device=CPU)
+        decoder.attach(communicator if ranks > 1 else SoloCommunicator())
+        return decoder.decode(plan, latents.numpy(), "float32", denormalize=denormalize, pixels=pixels)
+
+    if plan.needs_group:
+        parts = on_ranks(ranks, work)
+    else:
+        parts = [work(SoloCommunicator())]
+    assert all(part.finite for part in parts)
+    return plan, torch.from_numpy(np.ascontiguousarray(assemble(plan, parts, pixels)))
+
+
+def check_exact_modes(
+    vae: Any, latents: torch.Tensor, expected: torch.Tensor, *, ranks: tuple[int, ...] = (2, 3), tolerance: float = 1e-5
+) -> None:
+    """``direct`` and every axis that the family declares exact give ``expected``, on every group size.
+
+    ``latents`` should have extents that no group size divides.
+    """
+    assert expected.std() > 1e-3, "a flat reference would prove nothing"
+    spec = FAMILIES[type(vae).__name__](vae, "tiny", None).spec
+    wrong = []
+    runs = [("direct", 1)] + [(f"spatial_shard_{axis}", size) for axis in spec.exact_axes for size in ranks]
+    for mode, size in runs:
+        plan, picture = decoded(vae, latents, mode, ranks=size)
+        assert plan.mode == mode and plan.ranks == size
+        assert picture.shape == expected.shape, (mode, size, picture.shape, expected.shape)
+        difference = (picture - expected).abs().max().item()
+        if not difference <= tolerance:
+            wrong.append(f"{mode} on {size}: {difference:.2e}")
+    assert not wrong, "; ".join(wrong)
+
+
+def check_tiles(
+    vae: Any,
+    latents: torch.Tensor,
+    expected: torch.Tensor,
+    *,
+    tiles: StrideTiles | None = None,
+    ranks: tuple[int, ...] = (1, 2, 3),
+    tolerance: float = 1e-5,
+) -> None:
+    """``tile`` gives ``expected`` (the reference's own tiled decode) on every group size, with several tiles."""
+    for size in ranks:
+        plan, picture = decoded(vae, latents, "tile", ranks=size, tiles=tiles)
+        assert plan.tiles is not None and plan.tiles.count > 1, "one tile would prove nothing"
+        assert picture.shape == expected.shape, (size, picture.shape, expected.shape)
+        difference = (picture - expected).abs().max().item()
+        assert difference <= tolerance, f"tile on {size}: {difference:.2e}"

@@ -1,0 +1,59 @@
+"""Families as the service loads them: from a folder, without their encoders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode_service.decoding.families import FAMILIES
+from decode_service.decoding.loading import ModelSource
+from decode_service.decoding.rank import RankDecoder
+from decode_service.planning.plan import PixelFormat
+from decode_service.planning.planner import Policy, make_plan
+from tests.decoding import (
+    test_allegro,
+    test_cogvideox,
+    test_magvit,
+    test_mochi,
+    test_qwen_image21,
+    test_temporal_decoder,
+)
+from tests.decoding.harness import latents_of
+
+# A model, and how many latent frames of it are decoded.
+MODELS: dict[str, tuple[Callable[[], Any], int]] = {
+    "qwen-image-2.1": (lambda: test_qwen_image21.model("residual"), 1),
+    "cogvideox": (test_cogvideox.model, 5),
+    "mochi": (test_mochi.model, 3),
+    "svd": (test_temporal_decoder.model, 3),
+    "easyanimate": (test_magvit.model, 3),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_from_a_folder_decodes_as_the_one_that_was_saved(name: str, tmp_path: Path) -> None:
+    build, frames = MODELS[name]
+    vae, latents = build(), latents_of((1, 4, frames, 7, 9))
+    vae.save_pretrained(tmp_path)
+    decoder = RankDecoder.load(ModelSource("tiny", str(tmp_path)), device="cpu")
+    assert decoder.spec.family == name and decoder.describe()["frame_rule"]
+    plan = make_plan(decoder.spec, tuple(latents.shape), group_size=1, policy=Policy())
+    part = decoder.decode(plan, latents.numpy(), "float32", denormalize=False, pixels=PixelFormat("float32", "model"))
+    assert part.array is not None
+    with torch.inference_mode():
+        family = FAMILIES[type(vae).__name__](vae, "tiny")
+        expected = family.to_model_range(torch.cat(list(family.decode(latents, plan.chunk)), 2))
+    torch.testing.assert_close(torch.from_numpy(part.array), expected, atol=1e-6, rtol=0)
+
+
+def test_blocks_of_a_model_from_a_folder_are_those_of_its_config(tmp_path: Path) -> None:
+    test_allegro.model().save_pretrained(tmp_path)
+    decoder = RankDecoder.load(ModelSource("tiny", str(tmp_path)), device="cpu")
+    plan = make_plan(decoder.spec, (1, 4, 2, 7, 9), group_size=1, policy=Policy())
+    latents = latents_of(plan.latent_shape)
+    part = decoder.decode(plan, latents.numpy(), "float32", denormalize=False, pixels=PixelFormat())
+    assert part.array is not None and part.array.shape == (1, 8, 28, 36, 3)

@@ -1,0 +1,107 @@
+"""``AutoencoderKLMagvit`` (EasyAnimate) against diffusers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from decode_service.decoding.families.magvit import MagvitFamily, with_shared_weights
+from decode_service.planning.spec import StrideTiles
+from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
+from tests.decoding.harness import latents_of
+
+TILES = StrideTiles(32, 28)
+VARIANTS = {"statistics of a frame": True, "statistics of a pass": False}
+
+
+def model(spatial_group_norm: bool = True) -> Any:
+    torch.manual_seed(4)
+    vae = diffusers.AutoencoderKLMagvit(
+        block_out_channels=(8, 16, 16),
+        latent_channels=4,
+        down_block_types=("SpatialDownBlock3D", "SpatialTemporalDownBlock3D", "SpatialTemporalDownBlock3D"),
+        up_block_types=("SpatialTemporalUpBlock3D",) * 3,
+        layers_per_block=1,
+        norm_num_groups=4,
+        spatial_group_norm=spatial_group_norm,
+    )
+    vae = vae.eval().requires_grad_(False)
+    # Random initial weights give pictures near zero, on which a wrong halo could hide within any tolerance.
+    for parameter in vae.decoder.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(1.2)
+    return vae
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("frames", [1, 2, 3, 5])
+def test_exact_modes_give_the_video_of_diffusers(frames: int, variant: str) -> None:
+    vae, latents = model(VARIANTS[variant]), latents_of((1, 4, frames, 7, 9))
+    with torch.inference_mode():
+        expected = vae.decode(latents).sample
+    check_exact_modes(vae, latents, expected)
+    rule = MagvitFamily(vae, "tiny").spec.frame_rule
+    assert rule is not None and rule.frames(frames) == expected.shape[2] == 1 + 4 * (frames - 1)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_any_chunk_gives_the_same_video(chunk: int, variant: str) -> None:
+    vae, latents = model(VARIANTS[variant]), latents_of((1, 4, 5, 4, 5))
+    with torch.inference_mode():
+        expected = vae.decode(latents).sample
+    plan, video = decoded(vae, latents, "direct", chunk=chunk)
+    assert plan.chunk == (chunk if VARIANTS[variant] else 1)
+    torch.testing.assert_close(video, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_tiles_give_the_tiled_video_of_diffusers(frames: int) -> None:
+    vae, latents = model(), latents_of((1, 4, frames, 11, 13))
+    vae.enable_tiling(TILES.size_px, TILES.size_px, None, TILES.stride_px, TILES.stride_px)
+    with torch.inference_mode():
+        expected = vae.decode(latents).sample
+    vae.disable_tiling()
+    check_tiles(vae, latents, expected, tiles=TILES)
+
+
+def test_normalized_latents_are_decoded_as_the_easyanimate_pipeline_does() -> None:
+    vae, latents = model(), latents_of((1, 4, 2, 7, 9))
+    with torch.inference_mode():
+        expected = vae.decode(1 / vae.config.scaling_factor * latents).sample
+    _, video = decoded(vae, latents, "direct", denormalize=True)
+    torch.testing.assert_close(video, expected, atol=1e-5, rtol=0)
+
+
+def test_interleaved_decodes_do_not_touch_each_other_nor_the_model() -> None:
+    vae = model()
+    family = MagvitFamily(vae, "tiny")
+    videos = [latents_of((1, 4, 4, 4, 5), seed) for seed in (1, 2)]
+    with torch.inference_mode():
+        alone = [vae.decode(video).sample for video in videos]
+        abandoned = family.decode(videos[0], 1)
+        next(abandoned)
+        passes = zip(*(family.decode(video, 2) for video in videos), strict=True)
+        mixed = [torch.cat(parts, 2) for parts in zip(*passes, strict=True)]
+    for expected, actual in zip(alone, mixed, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    assert all(getattr(module, "prev_features", None) is None for module in vae.modules())
+
+
+def test_modules_of_a_decode_share_the_weights() -> None:
+    decoder = model().decoder
+    twin = with_shared_weights(decoder)
+    own, shared = dict(decoder.named_parameters()), dict(twin.named_parameters())
+    assert own.keys() == shared.keys() and all(own[name] is shared[name] for name in own)
+    assert twin.conv_in is not decoder.conv_in
+
+
+def test_the_released_configuration_has_its_ratios() -> None:
+    with torch.device("meta"):
+        spec = MagvitFamily(diffusers.AutoencoderKLMagvit(), "easyanimate").spec
+    assert spec.output_extents((1, 16, 13, 48, 84)) == (49, 384, 672)
+    assert spec.tiles == StrideTiles(512, 448)
+    assert (spec.operand_per_pixel, spec.operand_per_pixel_first) == (6 * 256, 3 * 256)
