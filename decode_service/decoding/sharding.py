@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from decode_service.decoding.attention import frame_causal_attention
 from decode_service.decoding.communicator import Communicator
+from decode_service.decoding.local_operations import LOCAL, POINTWISE
 from decode_service.planning.bands import Band
 
 # B batch, C channels, T latent frames, H height, W width, S sequence, D head channels, G groups, N elements of a group.
@@ -105,9 +106,9 @@ class ShardedFrame(TorchFunctionMode):
         return output
 
     def _reinterpret(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if func in _LOCAL:
+        if func in LOCAL:
             output = func(*args, **kwargs)
-            marks = self._channels_last and func in _POINTWISE and isinstance(output, torch.Tensor)
+            marks = self._channels_last and func in POINTWISE and isinstance(output, torch.Tensor)
             if marks and any(map(self._is_channels_last, args)):
                 self._channels_last[output] = True
             return output
@@ -535,48 +536,6 @@ def _name(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__name__", func))
 
 
-def _resolve(names: str) -> set[Any]:
-    """The functions of these names in ``torch``, ``torch.Tensor`` (in-place forms too) and ``torch.nn.functional``."""
-    found: set[Any] = set()
-    for name in names.split():
-        for owner in (torch, torch.Tensor, F):
-            for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__"):
-                function = getattr(owner, form, None)
-                if callable(function):
-                    found.add(function)
-    return found
-
-
-# Each output element depends on the input elements at the same position only.
-_POINTWISE = _resolve(
-    "abs add addcmul addcdiv bool clamp clamp_max clamp_min clip clone contiguous copy cos detach div double eq elu exp "
-    "float ge gelu gt half hardsigmoid hardswish isfinite le leaky_relu log lt maximum minimum mish mul ne neg pow relu "
-    "relu6 rsqrt rsub sigmoid silu sin softplus sqrt square sub tanh to truediv true_divide type type_as where bfloat16"
-)
-# Elements move or are created, none is computed from another position. Slicing has a check of its own.
-_LAYOUT = _resolve(
-    "broadcast_to empty_like expand expand_as flatten full_like new_empty new_full new_ones "
-    "new_zeros ones_like permute repeat_interleave reshape reshape_as split squeeze stack swapaxes transpose unbind "
-    "unflatten unsqueeze view view_as zeros_like"
-)
-_QUERIES = _resolve("dim element_size get_device is_complex is_contiguous is_floating_point numel size stride")
-_QUERIES |= {
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "is_cuda",
-        "requires_grad",
-        "layout",
-        "is_nested",
-        "is_mps",
-        "is_cpu",
-    )
-}
-_LOCAL = frozenset(_POINTWISE | _LAYOUT | _QUERIES)
-
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.pad: ShardedFrame._pad,
     torch.conv1d: ShardedFrame._conv,
@@ -618,7 +577,7 @@ _CHANNELS_LAST = frozenset(
 )
 # What may see constants. Casts take their dtype from the other tensor, not its values.
 _OF_CONSTANTS = frozenset(
-    _LOCAL
+    LOCAL
     | {F.linear, torch.Tensor.__getitem__, torch.cat, torch.concat, torch.concatenate, torch.chunk, torch.Tensor.chunk}
 )
 _CASTS = frozenset({torch.Tensor.to, torch.Tensor.type_as})

@@ -18,8 +18,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,10 +30,10 @@ from decode_service.engine.protocol import (
     DecodeOutcome,
     RankError,
     RankGroup,
-    RankPixels,
     RankTask,
     Readiness,
 )
+from decode_service.engine.runs import Run, difference_between, outcome_of
 from decode_service.engine.scheduler import Scheduler
 from decode_service.errors import (
     DeadlineExceededError,
@@ -55,28 +54,7 @@ logger = logging.getLogger("decode_service.engine")
 
 REBUILD_WINDOW_S = 600.0
 
-SELF_TEST_TOLERANCE = {"float32": (1e-4, 1e-4), "bfloat16": (0.1, 0.05), "float16": (0.1, 0.05)}
-"""Largest accepted difference between a sharded and an undivided decode, by the dtype of the arithmetic: the maximum
-difference relative to the largest value, and the rms difference relative to the rms.
-
-In float32 the two differ by rounding only (below 1e-5). In half precision each differs from the exact answer by about
-2 % rms, while a wrong halo, mask or statistic is off by tens of per cent in the rows that it touches.
-"""
-
 _NUMPY_DTYPES = {"uint8": np.uint8, "float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Run:
-    """One successful run of one plan."""
-
-    plan: DecodePlan
-    parts: list[RankPixels]
-    timings_ms: dict[str, float]
-
-    @property
-    def finite(self) -> bool:
-        return all(part.finite for part in self.parts)
 
 
 class DecodeEngine:
@@ -238,7 +216,7 @@ class DecodeEngine:
                 f"pixels are one of {', '.join(_NUMPY_DTYPES)}, got {job.pixels.dtype!r}", param="output.dtype"
             )
         plan = self.plan(job.latents.shape, mode=job.mode, strict=job.strict, collect=job.collect, chunk=job.chunk)
-        if not await asyncio.to_thread(_all_finite, job.latents):
+        if not await asyncio.to_thread(job.latents.is_finite):
             raise NonFiniteLatentsError("the latents hold NaN or Inf", param="latents.data")
         wished_s = self._config.limits.default_deadline_s if job.deadline_s is None else job.deadline_s
         strict = self._policy.strict if job.strict is None else job.strict
@@ -253,7 +231,7 @@ class DecodeEngine:
             may_change_plan=not (strict and forced),
         )
         timings = {**run.timings_ms, "total": (time.monotonic() - begun) * 1e3}
-        outcome = _outcome(run, job.pixels.dtype, timings)
+        outcome = outcome_of(run, job.pixels.dtype, timings)
         logger.info(
             "decoded %s to %s, %s on %d rank(s) in %.0f ms (queue %.0f, decode %.0f), request %s",
             list(job.latents.shape),
@@ -277,7 +255,7 @@ class DecodeEngine:
         deadline: float | None = None,
         may_change_plan: bool = False,
         admitted: bool = False,
-    ) -> _Run:
+    ) -> Run:
         """Run ``task``, with one retry for each kind of failure that a retry can help.
 
         ``admitted`` is for the engine's own decodes, which no bound on requests may stop.
@@ -310,11 +288,11 @@ class DecodeEngine:
             answered.add(answer)
             logger.warning("decoding request %s again after: %s", task.request_id or "-", error)
 
-    async def _run_once(self, task: RankTask, latents: WireTensor, *, deadline: float | None, admitted: bool) -> _Run:
+    async def _run_once(self, task: RankTask, latents: WireTensor, *, deadline: float | None, admitted: bool) -> Run:
         submitted = time.monotonic()
         gang = _needs_all_ranks(task.plan)
 
-        async def work(ranks: Sequence[int]) -> _Run:
+        async def work(ranks: Sequence[int]) -> Run:
             if self._state == "closed":
                 raise NotReadyError("the service is shutting down")
             if not self.healthy():
@@ -335,7 +313,7 @@ class DecodeEngine:
                 "decode": decode,
                 "collect": max(0.0, wall - put - decode),
             }
-            return _Run(task.plan, parts, timings)
+            return Run(task.plan, parts, timings)
 
         return await self._scheduler.run(work, gang=gang, deadline=deadline, admitted=admitted)
 
@@ -520,7 +498,7 @@ class DecodeEngine:
         for axis in spec.exact_axes:
             try:
                 sharded = await self._decode_for_test(latents, f"spatial_shard_{axis}")
-                problem = _difference(sharded, reference, self._config.torch_dtype_name())
+                problem = difference_between(sharded, reference, self._config.torch_dtype_name())
             except DecodeServiceError as error:
                 problem = str(error)
             if problem is None:
@@ -534,7 +512,7 @@ class DecodeEngine:
         # Eagerly: nobody will send these shapes, so compiling for them would only delay the start.
         task = RankTask(plan, pixels=pixels, eager=True, request_id=f"self-test {mode}")
         run = await self._run_to_the_end(task, latents, admitted=True)
-        return _outcome(run, "float32", run.timings_ms).assemble()
+        return outcome_of(run, "float32", run.timings_ms).assemble()
 
     def _distrust(self, axes: Sequence[str], problem: str) -> None:
         spec = self.spec
@@ -576,45 +554,3 @@ def _needs_all_ranks(plan: DecodePlan) -> bool:
     """Whether a plan uses the communicator, which joins all ranks, also those that decode nothing."""
     # Of the plans that need no communicator only direct ones run anywhere: tiles, say, are assigned to rank numbers.
     return plan.needs_group or plan.mode != "direct"
-
-
-def _all_finite(latents: WireTensor) -> bool:
-    values = latents.carrier()
-    if latents.dtype == "bfloat16":
-        # NaN and Inf are the values whose exponent bits are all set.
-        return not bool(np.any((values & 0x7F80) == 0x7F80))
-    return bool(np.isfinite(values).all())
-
-
-def _outcome(run: _Run, dtype: str, timings_ms: Mapping[str, float]) -> DecodeOutcome:
-    """What the ranks handed over, as one picture in parts."""
-    plan = run.plan
-    parts = [part.array for part in run.parts if part.array is not None and part.array.size]
-    if not parts:
-        raise GroupFailedError("no rank handed over any pixels")
-    ndim = parts[0].ndim
-    # uint8 is channels last, floats are channels first.
-    height = ndim - 3 if dtype == "uint8" else ndim - 2
-    part_axis = {"batch": 0, "height": height, "width": height + 1}[plan.axis] if plan.axis and len(parts) > 1 else 0
-    shape = list(parts[0].shape)
-    shape[part_axis] = sum(part.shape[part_axis] for part in parts)
-    expected = (plan.latent_shape[0], plan.output_height, plan.output_width)
-    if (shape[0], shape[height], shape[height + 1]) != expected:
-        raise GroupFailedError(f"the ranks handed over a picture of shape {shape}, but the plan promised {expected}")
-    digests = tuple(part.digest for part in run.parts if part.digest)
-    if len(set(digests)) > 1:
-        raise GroupFailedError(f"after the broadcast the ranks hold different pictures: digests {', '.join(digests)}")
-    return DecodeOutcome(plan, dtype, tuple(shape), part_axis, parts, timings_ms, digests)
-
-
-def _difference(sharded: np.ndarray, reference: np.ndarray, dtype: str) -> str | None:
-    """Why ``sharded`` is not the same picture as ``reference`` at the precision of ``dtype``, or None if it is."""
-    if sharded.shape != reference.shape:
-        return f"its shape is {sharded.shape} instead of {reference.shape}"
-    most, rms_most = SELF_TEST_TOLERANCE[dtype]
-    error = sharded.astype(np.float64) - reference
-    worst = float(np.abs(error).max()) / max(1e-6, float(np.abs(reference).max()))
-    rms = float(np.sqrt(np.mean(error**2))) / max(1e-6, float(np.sqrt(np.mean(np.square(reference, dtype=np.float64)))))
-    if worst <= most and rms <= rms_most:
-        return None
-    return f"differs by {worst:.2e} of the largest value (allowed {most:g}) and {rms:.2e} rms (allowed {rms_most:g})"
