@@ -12,6 +12,8 @@ from starlette.requests import Request
 from decode_service.errors import MalformedRequestError, PayloadTooLargeError, UnsupportedMediaTypeError
 
 MSGPACK_CONTENT_TYPES = (MSGPACK_CONTENT_TYPE, "application/x-msgpack", "application/vnd.msgpack")
+#: What HTTP libraries say of plain bytes: nothing, or that they are bytes. The route reads msgpack, so that is what they are.
+UNTYPED = ("", "application/octet-stream")
 MAX_JSON_BYTES = 64 << 10
 
 
@@ -19,16 +21,16 @@ async def read_msgpack(request: Request, max_bytes: int) -> memoryview:
     """The body of a msgpack request, of at most ``max_bytes``.
 
     Raises:
-        UnsupportedMediaTypeError: the content type is another or missing, or the body is compressed.
+        UnsupportedMediaTypeError: the content type is another, or the body is compressed.
         PayloadTooLargeError: the body is, or says that it is, larger.
         MalformedRequestError: it does not have the length that it announced.
         ClientDisconnect: the caller left.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type not in MSGPACK_CONTENT_TYPES:
-        got = f"Content-Type {content_type[:100]!r}" if content_type else "no Content-Type"
+    if content_type not in (*MSGPACK_CONTENT_TYPES, *UNTYPED):
         raise UnsupportedMediaTypeError(
-            f"{request.url.path} reads Content-Type {MSGPACK_CONTENT_TYPE}, got {got}", param="Content-Type"
+            f"{request.url.path} reads Content-Type {MSGPACK_CONTENT_TYPE}, got {content_type[:100]!r}",
+            param="Content-Type",
         )
     return await read_body(request, max_bytes)
 
