@@ -1,0 +1,46 @@
+"""What the README says is so: its families, its settings, its files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from decode_service.config import ServiceConfig
+from decode_service.decoding.families import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_every_family_is_in_the_table_and_no_other() -> None:
+    table = README[README.index("| diffusers class |") : README.index("Latents are unpacked")]
+    first_cells = [row.split("|")[1] for row in table.splitlines()[2:] if row.startswith("|")]
+    named = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
+    assert named == set(FAMILIES)
+
+
+def test_the_settings_shown_are_settings() -> None:
+    block = re.search(r"\n    applications:\n(?:    .*\n|\n)+", README)
+    assert block is not None
+    applications = yaml.safe_load(block[0])["applications"]
+    for application in applications:
+        ServiceConfig.model_validate(application["args"])
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_links_lead_to_files(document: str) -> None:
+    text = (ROOT / document).read_text()
+    targets = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
+    missing = [target for target in targets if not (ROOT / target.partition("#")[0]).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_files_that_are_named_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    named = set(re.findall(r"`((?:decode_service|tests|scripts|deploy|clients|benchmarks)/[\w./-]+)`", text))
+    missing = [name for name in sorted(named) if not (ROOT / name).exists() and "<" not in name]
+    assert not missing
