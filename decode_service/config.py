@@ -138,7 +138,7 @@ class GroupConfig(Section):
 
 
 class TileConfig(Section):
-    """Tile geometry in pixels, for families whose tiles are free (not MiniMax-H3)."""
+    """Tile geometry in pixels, for families whose tiles are free (not MiniMax-H3 and Allegro)."""
 
     size_px: int = Field(default=256, ge=16)
     stride_px: int = Field(default=192, ge=8)

@@ -60,7 +60,9 @@ class RankDecoder:
     def __init__(self, family: Family, *, device: torch.device, compile_enabled: bool = False) -> None:
         self._family = family
         self._device = device
-        self._decoder = CompilableDecoder(family.call_decoder, enabled=compile_enabled)
+        self._decoder = CompilableDecoder(family.call_decoder, enabled=compile_enabled and family.compiles)
+        if compile_enabled and not family.compiles:
+            self._decoder.reason = "this family's decoder keeps state that torch.compile cannot follow; it runs eagerly"
         family.call_decoder = self._decoder
         self._communicator: Communicator = SoloCommunicator()
 
@@ -328,7 +330,10 @@ class _Attempt:
         with self._agreeing():
             for index, (part, row, column) in enumerate(jobs):
                 if plan.owners[index] == self.rank:
-                    tile = family.decode_tile(latents_BCTHW, part, row, column, plan.chunk)
+                    # Item by item, as in the exact modes: memory and operands stay those of one.
+                    tile = torch.cat(
+                        [family.decode_tile(item, part, row, column, plan.chunk) for item in latents_BCTHW.split(1)]
+                    )
                     self._finite &= torch.isfinite(tile).all()
                     done[index] = tile
         if plan.ranks > 1:

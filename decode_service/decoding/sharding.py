@@ -427,7 +427,8 @@ class ShardedFrame(TorchFunctionMode):
         out: Any = None,
     ) -> torch.Tensor:
         tokens = input.dim() == 3 and dim in (-1, 2)
-        if dim != 1 and not tokens:
+        bands = input.dim() >= 4 and dim == 1
+        if not tokens and not bands:
             raise UnshardableOperation(f"normalizing over dimension {dim} is local only over channels")
         return func(input, p=p, dim=dim, eps=eps)
 
@@ -492,7 +493,12 @@ class ShardedFrame(TorchFunctionMode):
 
     def _getitem(self, func: Callable[..., Any], x: torch.Tensor, index: Any) -> torch.Tensor:
         entries = index if isinstance(index, tuple) else (index,)
-        if x.dim() >= 4 and Ellipsis not in entries and len(entries) <= x.dim():
+        # None adds a dimension, and a tensor may take several: such indices are left to the self-test.
+        plain = not any(entry is None or isinstance(entry, torch.Tensor) for entry in entries)
+        if x.dim() >= 4 and plain and len(entries) <= x.dim() + 1:
+            if Ellipsis in entries:
+                at = entries.index(Ellipsis)
+                entries = entries[:at] + (slice(None),) * (x.dim() - len(entries) + 1) + entries[at + 1 :]
             position = x.dim() + self.dim
             if position < len(entries) and entries[position] != slice(None):
                 raise UnshardableOperation(

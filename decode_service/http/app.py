@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from decode_service import __version__
 from decode_service.engine.protocol import DecodeService
-from decode_service.errors import NotReadyError
+from decode_service.errors import DecodeServiceError, NotReadyError
 from decode_service.http import openapi
 from decode_service.http.bodies import read_json, read_msgpack
 from decode_service.http.disconnect import unless_disconnected
@@ -68,9 +68,14 @@ def create_app(service: DecodeService, *, chunk_type: ChunkType = "bytes") -> Fa
         """How latents of a shape would be decoded, without decoding them."""
         wanted = parse_plan(await read_json(request))
         check_model(wanted.model, service)
-        made = service.plan(
-            wanted.shape, mode=wanted.mode, strict=wanted.strict, collect=wanted.collect, chunk=wanted.chunk
-        )
+        try:
+            made = service.plan(
+                wanted.shape, mode=wanted.mode, strict=wanted.strict, collect=wanted.collect, chunk=wanted.chunk
+            )
+        except DecodeServiceError as error:
+            # Here the shape is a field of its own.
+            error.param = error.param.removeprefix("latents.") if error.param else None
+            raise
         return JSONResponse({"plan": made.public()})
 
     @app.get("/v1/models/", include_in_schema=False)

@@ -69,6 +69,11 @@ def validate_latents(spec: ModelSpec, shape: tuple[int, ...]) -> None:
             f"got {channels} in {list(shape)}{hint}",
             param="latents.shape",
         )
+    if min(shape[-2:]) < spec.min_cells:
+        raise InvalidLatentsError(
+            f"{spec.name} ({spec.class_name}) needs at least {spec.min_cells} latent rows and columns, got {list(shape)}",
+            param="latents.shape",
+        )
     if len(shape) == 5 and spec.frame_rule is not None:
         problem = spec.frame_rule.problem(shape[2])
         if problem:

@@ -206,6 +206,19 @@ class TestGroup:
 
 
 class TestCompilation:
+    def test_lack_of_memory_is_not_laid_to_the_compiler(self, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+        def starving(function: Any) -> Any:
+            def lazily(*args: Any, **kwargs: Any) -> torch.Tensor:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+            return lazily
+
+        monkeypatch.setattr(torch, "compile", starving)
+        decoder = RankDecoder.load(ModelSource("tiny", str(zoo.folders["wan21"])), device="cpu", compile_enabled=True)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            decode(decoder, latents_of((1, 4, 1, 4, 4)))
+        assert decoder.describe()["compile"]["active"]
+
     def test_compiled_decoding_is_exact(self, zoo: Zoo) -> None:
         z = latents_of((1, 4, 3, 5, 6))
         expected = zoo.references["wan21"].decode(z).sample
@@ -216,14 +229,17 @@ class TestCompilation:
         np.testing.assert_allclose(part.array, expected, atol=1e-5)
         assert not decode(decoder, z, eager=True).compiled
 
-    def test_a_compiler_failure_is_told_from_a_failure_of_the_model(
-        self, zoo: Zoo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize("kind", [AssertionError, "dynamo"])
+    def test_whatever_a_compiled_call_raises_is_a_compiler_failure(
+        self, zoo: Zoo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Any
     ) -> None:
         from torch._dynamo.exc import InternalTorchDynamoError
 
+        error = InternalTorchDynamoError if kind == "dynamo" else kind
+
         def broken_compile(function: Any) -> Any:
             def lazily(*args: Any, **kwargs: Any) -> torch.Tensor:
-                raise InternalTorchDynamoError("injected")
+                raise error("injected")
 
             return lazily
 

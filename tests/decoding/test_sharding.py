@@ -195,6 +195,8 @@ UNCOVERED: dict[str, tuple[tuple[int, ...], Operation]] = {
     "flip": ((1, 3, 8, 8), lambda x: x.flip(-1).flip(-2)),
     "roll": ((1, 3, 8, 8), lambda x: x.roll(1, dims=(-1, -2))),
     "slicing the axis": ((1, 3, 8, 8), lambda x: x[:, :, 1:, 1:]),
+    "slicing the axis from the end": ((1, 3, 8, 8), lambda x: x[..., 1:, 1:]),
+    "normalizing over tokens": ((1, 3, 8, 8), lambda x: F.normalize(x.flatten(2).transpose(1, 2), dim=1)),
     "masked attention": ((1, 3, 8, 8), lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)),
     "circular padding": ((1, 3, 8, 8), nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")),
     "layer norm over the picture": ((1, 3, 8, 8), lambda x: F.layer_norm(x, x.shape[-2:])),

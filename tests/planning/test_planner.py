@@ -207,6 +207,12 @@ class TestValidation:
     def test_image_families_take_four_dimensions_too(self) -> None:
         assert plan((1, 16, 8, 8), spec=QWEN).output_frames == 1
 
+    def test_a_frame_needs_as_many_rows_as_the_model_reflects(self) -> None:
+        reflecting = replace(WAN, min_cells=2)
+        with pytest.raises(InvalidLatentsError, match="at least 2 latent rows and columns"):
+            plan((1, 16, 1, 1, 8), spec=reflecting)
+        assert plan((1, 16, 1, 2, 2), spec=reflecting).mode == "direct"
+
     def test_empty_extents_are_refused(self) -> None:
         with pytest.raises(InvalidLatentsError, match="at least 1"):
             plan((1, 16, 1, 0, 8))

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -34,14 +35,17 @@ class Family(ABC):
 
     Attributes:
         class_names: diffusers classes that the family decodes.
+        compiles: whether the decoder can be compiled; where it cannot, it runs eagerly whatever the settings say.
         spec: what planning knows of the model.
         call_decoder: ``vae.decoder``, or a compiled form of it.
     """
 
     class_names: ClassVar[tuple[str, ...]]
+    compiles: ClassVar[bool] = True
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         self.vae = vae
+        _with_plain_booleans(vae)
         self.config: dict[str, Any] = dict(vae.config)
         self.spec = self.make_spec(name, tiles)
         self.call_decoder: Callable[..., torch.Tensor] = vae.decoder
@@ -171,6 +175,18 @@ class CausalFamily(MeanStdFamily):
     def merge_tiles(self, plan: DecodePlan, tiles: list[torch.Tensor]) -> torch.Tensor:
         assert plan.tiles is not None
         return unpatchify(stitch(tiles, plan.tiles), self.patch_size)
+
+
+def _with_plain_booleans(vae: nn.Module) -> None:
+    """Make numpy booleans on the modules Python's.
+
+    diffusers leaves some where a config's numbers are compared with numpy (both HunyuanVideo 1.5 and HunyuanImage's refiner),
+    and ``torch.compile`` fails on guards of them. The values stay what they are.
+    """
+    for module in vae.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, np.bool_):
+                setattr(module, name, bool(value))
 
 
 def unpatchify(x_BCFHW: torch.Tensor, patch_size: int) -> torch.Tensor:

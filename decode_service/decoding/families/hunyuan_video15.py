@@ -30,9 +30,6 @@ class HunyuanVideo15Family(WholeClipFamily):
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         super().__init__(vae, name, tiles)
         self.call_decoder = self._run_decoder
-        for upsampler in self._upsamplers():
-            # diffusers leaves a numpy bool here, on which torch.compile fails; its value stays what it is.
-            upsampler.add_temporal_upsample = bool(upsampler.add_temporal_upsample)
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         # From the structure: the ratios of the config have no effect where there are too few blocks for them.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from decode_service.decoding.families.ltx_video import LTXVideoFamily
+from decode_service.planning.spec import ModelSpec, StrideTiles
 from decode_service.planning.tiles import TileSpan
 
 # B batch, C channels, T latent frames, H height, W width.
@@ -19,6 +22,11 @@ class LTX2VideoFamily(LTXVideoFamily):
 
     class_names = ("AutoencoderKLLTX2Video",)
     family_name = "ltx-2-video"
+
+    def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
+        # Its convolutions pad by reflecting, and a single row or column has nothing to reflect.
+        reflects = self.config["decoder_spatial_padding_mode"] == "reflect"
+        return dataclasses.replace(super().make_spec(name, tiles), min_cells=2 if reflects else 1)
 
     def decode_tile(
         self, latents_BCTHW: torch.Tensor, part: int, row: TileSpan, column: TileSpan, chunk: int

@@ -24,6 +24,7 @@ class MagvitFamily(PassesFamily):
     """
 
     class_names = ("AutoencoderKLMagvit",)
+    compiles = False
 
     @property
     def frame_rule(self) -> CausalFrames:

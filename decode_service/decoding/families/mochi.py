@@ -29,6 +29,7 @@ class MochiFamily(PassesFamily):
     """
 
     class_names = ("AutoencoderKLMochi",)
+    compiles = False
 
     @property
     def frame_rule(self) -> CausalFrames:
