@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from decode_service.decoding.families.base import MeanStdFamily
+from decode_service.decoding.families.causal import MeanStdFamily
 from decode_service.decoding.tiling import cross_fade, stitch
 from decode_service.errors import ConfigError
 from decode_service.planning.plan import DecodePlan

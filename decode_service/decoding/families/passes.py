@@ -1,4 +1,4 @@
-"""The base of families whose decoder takes consecutive latent frames and gives finished pixels, pass by pass."""
+"""The base of families whose decoder takes consecutive latent frames, pass by pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PassesFamily(Family):
 
     @abstractmethod
     def passes(self, latents_BCTHW: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
-        """Pixels (B,C,F,H,W) of consecutive latent frames, from latents as ``vae.decode`` takes them.
+        """Decoder output (B,C,F,H,W) of consecutive latent frames, from latents as ``vae.decode`` takes them.
 
         Args:
             chunk: latent frames per pass after the first, where the model leaves that free.
@@ -48,7 +48,7 @@ class PassesFamily(Family):
         rule, ratio = self.spec.frame_rule, self.spec.decoder_ratio
         assert rule is not None
         frames = rule.frames(latent_shape[2])
-        return latent_shape[0], self.spec.output_channels, frames, row.size * ratio, column.size * ratio
+        return latent_shape[0], self.spec.decoder_channels, frames, row.size * ratio, column.size * ratio
 
     def merge_tiles(self, plan: DecodePlan, tiles: list[torch.Tensor]) -> torch.Tensor:
         assert plan.tiles is not None

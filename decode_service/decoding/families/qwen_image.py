@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from decode_service.decoding.families.base import CausalFamily, stride_tiles
+from decode_service.decoding.families.base import stride_tiles
+from decode_service.decoding.families.causal import CausalFamily
 from decode_service.decoding.families.wan import causal_operands
 from decode_service.planning.spec import ModelSpec, StrideTiles
 from decode_service.planning.temporal import CausalFrames

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from decode_service.decoding.families.base import CausalFamily, stride_tiles
+from decode_service.decoding.families.base import stride_tiles
+from decode_service.decoding.families.causal import CausalFamily
 from decode_service.planning.spec import ModelSpec, StrideTiles
 from decode_service.planning.temporal import CausalFrames
 
