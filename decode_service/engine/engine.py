@@ -148,25 +148,21 @@ class DecodeEngine:
     def describe(self) -> dict[str, Any]:
         """Everything that ``GET /v1/models/{name}`` shows."""
         spec, config = self.spec, self._config
-        compiling = config.compile_enabled() and self._compile_off is None
+        # The ranks know whether their decoder can be compiled at all; the engine, whether it has failed since.
+        compiling = self._description["compile"]
+        off_because = self._compile_off or compiling["reason"] or None
         return {
             **self._description,
             "name": spec.name,
-            "family": spec.family,
-            "class": spec.class_name,
-            "latent_channels": spec.latent_channels,
-            "output_channels": spec.output_channels,
-            "spatial_ratio": spec.spatial_ratio,
-            "frames": spec.frame_rule.describe() if spec.frame_rule else None,
             "latent_ndims": list(spec.latent_ndims()),
             "exact_axes": list(spec.exact_axes),
             "no_exact_axes_reason": spec.no_exact_axes_reason,
             "tile_only": spec.tile_only,
             "modes": list(spec.modes(self._group.size)),
-            "group": {"ranks": self._group.size, "device": config.group.device, "dtype": config.torch_dtype_name()},
+            "group": {"ranks": self._group.size, "device": config.group.device},
             "policy": config.policy.model_dump(mode="json"),
             "limits": config.limits.model_dump(mode="json"),
-            "compile": {"enabled": compiling, "off_because": self._compile_off},
+            "compile": {"enabled": compiling["active"] and off_because is None, "off_because": off_because},
             "self_test": dict(self._self_test),
             "warm_shapes": [list(shape) for shape in self._warm_shapes],
             "state": self._state,

@@ -444,6 +444,22 @@ def test_different_pictures_after_a_broadcast_are_an_error(tiny_wan: TinyWan, mo
     run(test)
 
 
+def test_a_model_whose_decoder_is_never_compiled_is_not_shown_as_compiled(
+    tiny_wan: TinyWan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from decode_service.decoding.families.wan import WanFamily
+
+    async def test() -> None:
+        async with serving(tiny_wan.config(compile={"enabled": True})) as engine:
+            shown = engine.describe()["compile"]
+            assert shown["enabled"] is False and "eagerly" in shown["off_because"]
+        async with serving(tiny_wan.config(compile={"enabled": False})) as engine:
+            assert engine.describe()["compile"]["off_because"] is not None
+
+    monkeypatch.setattr(WanFamily, "compiles", False)
+    run(test)
+
+
 def test_describe_is_plain_json(tiny_wan: TinyWan) -> None:
     import json
 
@@ -451,7 +467,7 @@ def test_describe_is_plain_json(tiny_wan: TinyWan) -> None:
         async with serving(tiny_wan.config()) as engine:
             shown = json.loads(json.dumps(engine.describe()))
         assert shown["name"] == "tiny"
-        assert shown["group"] == {"ranks": 2, "device": "cpu", "dtype": "float32"}
+        assert shown["group"] == {"ranks": 2, "device": "cpu"} and shown["dtype"] == "float32"
         assert shown["self_test"] == {"height": "exact", "width": "exact"}
         assert shown["state"] == "ready"
 
