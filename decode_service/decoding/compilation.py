@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
+from decode_service.decoding.memory import is_out_of_memory
 from decode_service.decoding.sharding import ShardedFrame
 
 logger = logging.getLogger(__name__)
-
-# The CPU's allocator raises plain RuntimeErrors. Lack of memory is no reason to give compilation up.
-_MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class CompileFailedError(RuntimeError):
@@ -23,8 +21,8 @@ class CompileFailedError(RuntimeError):
 class CompilableDecoder:
     """A decoder's forward that runs compiled until the group decides otherwise.
 
-    A failure does not fall back here: under a spatial shard the other ranks wait in a collective for this one, so all
-    ranks must leave the attempt and start again together. ``CompileFailedError`` tells the engine to see to that.
+    A failure does not fall back here: all ranks of a group must decode alike, so they leave the attempt and start again
+    together. ``CompileFailedError`` tells the engine to see to that.
 
     Under the halo rule calls run eagerly: the tracer cannot follow ``ShardedFrame``'s checks of what each operation is.
 
@@ -60,10 +58,9 @@ class CompilableDecoder:
             output = self._compiled(*args, **kwargs)
             self.compiled_calls += 1
             return output
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
-            if any(words in str(error).lower() for words in _MEMORY_WORDS):
+            # Lack of memory is no reason to give compilation up.
+            if is_out_of_memory(error):
                 raise
             # Whatever else a compiled call raises is laid to the compiler, which raises plain AssertionErrors, too. If it was
             # the model after all, the eager call that follows says so.

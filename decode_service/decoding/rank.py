@@ -16,6 +16,7 @@ from decode_service.decoding.communicator import Communicator, SoloCommunicator
 from decode_service.decoding.compilation import CompilableDecoder, CompileFailedError
 from decode_service.decoding.families import Family
 from decode_service.decoding.loading import ModelSource, load_family
+from decode_service.decoding.memory import is_out_of_memory
 from decode_service.decoding.pixels import TORCH_DTYPES, axis_dim, convert, from_carrier, pixel_shape, to_numpy
 from decode_service.decoding.sharding import ShardedFrame
 from decode_service.planning.bands import Band
@@ -160,14 +161,13 @@ class RankDecoder:
         try:
             with torch.inference_mode(), cast:
                 part = attempt.run(latents, dtype_name)
-        except torch.OutOfMemoryError as error:
-            self._leave(plan)
-            raise RankOutOfMemoryError(str(error)) from None
         except (RankOutOfMemoryError, PeerFailedError):
             # Agreed between the ranks: everybody left the attempt at the same place and the group is sound.
             raise
-        except BaseException:
+        except BaseException as error:
             self._leave(plan)
+            if is_out_of_memory(error):
+                raise RankOutOfMemoryError(str(error)) from None
             raise
         return RankPart(
             array=part,
@@ -369,12 +369,11 @@ class _Attempt:
         status, failure = _OK, ""
         try:
             yield
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            status, failure = _OUT_OF_MEMORY, str(error)
         except CompileFailedError as error:
             status, failure = _COMPILE_FAILED, str(error)
         except Exception as error:  # noqa: BLE001 - raised again below, after the peers know
-            status, failure = _FAILED, f"{type(error).__name__}: {error}"
+            status = _OUT_OF_MEMORY if is_out_of_memory(error) else _FAILED
+            failure = f"{type(error).__name__}: {error}"
         statuses = self._communicator.agree(status) if self._plan.needs_group else [status]
         if status == _OUT_OF_MEMORY:
             raise RankOutOfMemoryError(failure)

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from decode_service.decoding.communicator import CommunicatorAborted
 from decode_service.decoding.compilation import CompileFailedError
+from decode_service.decoding.memory import is_out_of_memory
 from decode_service.decoding.rank import PeerFailedError, RankOutOfMemoryError
 from decode_service.engine.protocol import RankErrorKind, RankFailure
 from decode_service.errors import ConfigError
 
-# gloo and the CPU allocator raise plain RuntimeErrors; these are the words by which they can be told.
+# gloo raises plain RuntimeErrors; these are the words by which they can be told.
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "socket timeout")
-_MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def kind_of(error: BaseException) -> RankErrorKind:
@@ -24,9 +24,7 @@ def kind_of(error: BaseException) -> RankErrorKind:
     text = str(error).lower()
     if isinstance(error, CompileFailedError):
         return "compile"
-    if isinstance(error, (torch.OutOfMemoryError, RankOutOfMemoryError, MemoryError)):
-        return "out_of_memory"
-    if isinstance(error, RuntimeError) and any(words in text for words in _MEMORY_WORDS):
+    if isinstance(error, RankOutOfMemoryError) or is_out_of_memory(error):
         return "out_of_memory"
     if isinstance(error, (CommunicatorAborted, PeerFailedError, dist.DistError)):
         return "collective"
