@@ -55,7 +55,10 @@ def to_numpy(pixels: torch.Tensor) -> np.ndarray:
 
 
 def from_carrier(carrier: np.ndarray, dtype_name: str) -> torch.Tensor:
-    """A tensor with the values of a wire array (bfloat16 carried as uint16); always a copy, the array may be read-only."""
+    """A tensor with the values of a wire array (bfloat16 carried as uint16); always a copy, the array may be read-only.
+
+    The tensor is contiguous, whatever the strides of the array.
+    """
     if dtype_name == "bfloat16":
         return torch.from_numpy(carrier.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(carrier.copy())

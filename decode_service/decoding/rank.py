@@ -20,6 +20,8 @@ from decode_service.decoding.memory import is_out_of_memory
 from decode_service.decoding.pixels import TORCH_DTYPES, axis_dim, convert, from_carrier, pixel_shape, to_numpy
 from decode_service.decoding.sharding import ShardedFrame
 from decode_service.planning.bands import Band
+from decode_service.planning.conditioning import Conditioning
+from decode_service.planning.layouts import Arrangement
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.spec import ModelSpec, StrideTiles
 
@@ -61,6 +63,8 @@ class RankDecoder:
     def __init__(self, family: Family, *, device: torch.device, compile_enabled: bool = False) -> None:
         self._family = family
         self._device = device
+        # A retry in float32 casts the weights up, and noise drawn in another dtype would be other noise.
+        self._noise_dtype = family.dtype()
         self._decoder = CompilableDecoder(family.call_decoder, enabled=compile_enabled and family.compiles)
         if compile_enabled and not family.compiles:
             self._decoder.reason = "this family's decoder keeps state that torch.compile cannot follow; it runs eagerly"
@@ -134,16 +138,20 @@ class RankDecoder:
         *,
         denormalize: bool,
         pixels: PixelFormat,
+        arrangement: Arrangement | None = None,
+        conditioning: Conditioning | None = None,
         precision: str | None = None,
         eager: bool = False,
     ) -> RankPart:
         """Carry out this rank's part of ``plan``.
 
         Args:
-            latents: the whole request's latents, of ``plan.latent_shape``; bfloat16 carried as uint16.
+            latents: the whole request's latents, as they were sent; bfloat16 carried as uint16.
             dtype_name: wire dtype of ``latents``.
             denormalize: whether to apply the model's own statistics first.
             pixels: dtype and range of the result.
+            arrangement: how the latents come into ``plan.latent_shape``; None where they have it.
+            conditioning: timestep and noise, for decoders that take them; None for their defaults, without noise.
             precision: ``float32`` to run this decode with the weights cast up; None for the model's own dtype.
             eager: leave the compiled decoder aside for this decode.
 
@@ -156,7 +164,18 @@ class RankDecoder:
         """
         compiled_before = self._decoder.compiled_calls
         self._decoder.paused = eager
-        attempt = _Attempt(self._family, self._communicator, self._device, plan, pixels, denormalize)
+        family = self._family if conditioning is None else self._family.conditioned(conditioning.timestep)
+        attempt = _Attempt(
+            family,
+            self._communicator,
+            self._device,
+            plan,
+            pixels,
+            arrangement,
+            denormalize,
+            conditioning,
+            self._noise_dtype,
+        )
         cast = _cast_up(self._family) if precision == "float32" else contextlib.nullcontext()
         try:
             with torch.inference_mode(), cast:
@@ -197,14 +216,20 @@ class _Attempt:
         device: torch.device,
         plan: DecodePlan,
         pixels: PixelFormat,
+        arrangement: Arrangement | None,
         denormalize: bool,
+        conditioning: Conditioning | None,
+        noise_dtype: torch.dtype,
     ) -> None:
         self._family = family
         self._communicator = communicator
         self._device = device
         self._plan = plan
         self._pixels = pixels
+        self._arrangement = arrangement
         self._denormalize = denormalize
+        self._conditioning = conditioning
+        self._noise_dtype = noise_dtype
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         self.finite = True
         self.digest = ""
@@ -244,11 +269,21 @@ class _Attempt:
         self.timings_ms[stage] = (time.perf_counter() - start) * 1e3
 
     def _prepare(self, latents: np.ndarray, dtype_name: str) -> torch.Tensor:
-        """Latents (B,C,T,H,W) on the device, in the model's dtype, as ``vae.decode`` takes them."""
-        x = from_carrier(latents.reshape(self._plan.latent_shape), dtype_name).to(self._device, self._family.dtype())
+        """Latents (B,C,T,H,W) on the device, in the model's dtype, as ``vae.decode`` takes them.
+
+        Noise is drawn for the whole of them on the CPU, so that it depends neither on the number of ranks nor on the kind
+        of device.
+        """
+        arrangement, conditioning = self._arrangement, self._conditioning
+        arranged = latents.reshape(self._plan.latent_shape) if arrangement is None else arrangement.apply(latents)
+        x = from_carrier(arranged, dtype_name).to(self._device, self._family.dtype())
         if x.dim() == 4:
             x = x.unsqueeze(2)
-        return self._family.denormalize(x) if self._denormalize else x
+        if conditioning is None or conditioning.noise_scale == 0:
+            return self._family.denormalize(x) if self._denormalize else x
+        generator = torch.Generator("cpu").manual_seed(conditioning.seed)
+        noise = torch.randn(x.shape, generator=generator, dtype=self._noise_dtype).to(x.device, x.dtype)
+        return self._family.noised(x, noise, conditioning.noise_scale, denormalize=self._denormalize)
 
     def _as_sent(self, array: np.ndarray) -> np.ndarray:
         """Pixels with a frame dimension only where the latents had one."""

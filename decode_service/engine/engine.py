@@ -46,6 +46,8 @@ from decode_service.errors import (
     OutOfMemoryError,
     OutputTooLargeError,
 )
+from decode_service.planning.conditioning import conditioning_of
+from decode_service.planning.layouts import Layout, arrange, layouts
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import Policy, make_plan, validate_latents
 from decode_service.planning.spec import ModelSpec
@@ -155,6 +157,8 @@ class DecodeEngine:
             **self._description,
             "name": spec.name,
             "latent_ndims": list(spec.latent_ndims()),
+            "layouts": ["auto", *layouts(spec)],
+            "default_timestep": spec.default_timestep,
             "exact_axes": list(spec.exact_axes),
             "no_exact_axes_reason": spec.no_exact_axes_reason,
             "tile_only": spec.tile_only,
@@ -174,12 +178,26 @@ class DecodeEngine:
         self,
         latent_shape: tuple[int, ...],
         *,
+        layout: Layout | None = None,
         mode: str = "auto",
         strict: bool | None = None,
         collect: str | None = None,
         chunk: int | None = None,
     ) -> DecodePlan:
         """Validate the shape against the model and the limits, and plan it, without decoding; see ``DecodeService``."""
+        arranged = arrange(self.spec, latent_shape, layout or Layout()).latent_shape
+        return self._plan(arranged, mode=mode, strict=strict, collect=collect, chunk=chunk)
+
+    def _plan(
+        self,
+        latent_shape: tuple[int, ...],
+        *,
+        mode: str = "auto",
+        strict: bool | None = None,
+        collect: str | None = None,
+        chunk: int | None = None,
+    ) -> DecodePlan:
+        """``plan`` for latents as ``vae.decode`` takes them."""
         spec = self.spec
         # Before planning: what a plan holds (every tile and its owner) grows with the picture.
         validate_latents(spec, latent_shape)
@@ -211,7 +229,11 @@ class DecodeEngine:
             raise InvalidRequestError(
                 f"pixels are one of {', '.join(_NUMPY_DTYPES)}, got {job.pixels.dtype!r}", param="output.dtype"
             )
-        plan = self.plan(job.latents.shape, mode=job.mode, strict=job.strict, collect=job.collect, chunk=job.chunk)
+        arrangement = arrange(self.spec, job.latents.shape, job.layout)
+        plan = self._plan(
+            arrangement.latent_shape, mode=job.mode, strict=job.strict, collect=job.collect, chunk=job.chunk
+        )
+        conditioning = conditioning_of(self.spec, job.timestep, job.noise_scale, job.seed)
         if not await asyncio.to_thread(job.latents.is_finite):
             raise NonFiniteLatentsError("the latents hold NaN or Inf", param="latents.data")
         wished_s = self._config.limits.default_deadline_s if job.deadline_s is None else job.deadline_s
@@ -219,7 +241,14 @@ class DecodeEngine:
         forced = (self._policy.mode if job.mode == "auto" else job.mode) != "auto"
         if plan.fallback:
             logger.warning("%s; decoding in %s mode, request %s", plan.fallback, plan.mode, job.request_id or "-")
-        task = RankTask(plan, job.denormalize, job.pixels, request_id=job.request_id)
+        task = RankTask(
+            plan,
+            job.denormalize,
+            job.pixels,
+            request_id=job.request_id,
+            arrangement=arrangement,
+            conditioning=conditioning,
+        )
         run = await self._run_to_the_end(
             task,
             job.latents,
@@ -362,7 +391,7 @@ class DecodeEngine:
         )
         for mode in modes:
             try:
-                made = self.plan(plan.latent_shape, mode=mode, strict=True, collect=plan.collect, chunk=1)
+                made = self._plan(plan.latent_shape, mode=mode, strict=True, collect=plan.collect, chunk=1)
             except DecodeServiceError:
                 continue
             return dataclasses.replace(made, fallback=f"{plan.mode} ran out of memory", reason="needs less memory")
@@ -504,7 +533,7 @@ class DecodeEngine:
 
     async def _decode_for_test(self, latents: WireTensor, mode: str) -> np.ndarray:
         pixels = PixelFormat("float32", "model")
-        plan = self.plan(latents.shape, mode=mode, strict=True, collect="shards")
+        plan = self._plan(latents.shape, mode=mode, strict=True, collect="shards")
         # Eagerly: nobody will send these shapes, so compiling for them would only delay the start.
         task = RankTask(plan, pixels=pixels, eager=True, request_id=f"self-test {mode}")
         run = await self._run_to_the_end(task, latents, admitted=True)
@@ -524,7 +553,7 @@ class DecodeEngine:
         for shape in self._config.warmup.shapes:
             begun = time.monotonic()
             try:
-                plan = self.plan(shape)
+                plan = self._plan(shape)
                 data = np.random.default_rng(0).standard_normal(shape, np.float32)
                 latents = WireTensor("float32", shape, data.tobytes())
                 task = RankTask(plan, request_id="warm-up")

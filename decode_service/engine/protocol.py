@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from decode_client.wire import WireTensor
 
+from decode_service.planning.conditioning import Conditioning
+from decode_service.planning.layouts import Arrangement, Layout
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.spec import ModelSpec
 
@@ -23,7 +25,9 @@ class DecodeJob:
 
     Attributes:
         latents: as they arrived; C order, little-endian.
+        layout: how they lie.
         denormalize: whether the model's own statistics must be applied first.
+        timestep, noise_scale, seed: for decoders with timestep conditioning; None for the defaults of ``conditioning_of``.
         mode: ``auto`` or one of the plan's modes.
         strict: whether a mode that cannot run is an error instead of a fallback; None takes the configured default.
         collect: one of the plan's ``COLLECTS``, or None for the default.
@@ -34,7 +38,11 @@ class DecodeJob:
     """
 
     latents: WireTensor
+    layout: Layout = field(default_factory=Layout)
     denormalize: bool = False
+    timestep: float | None = None
+    noise_scale: float | None = None
+    seed: int | None = None
     mode: str = "auto"
     strict: bool | None = None
     collect: str | None = None
@@ -167,6 +175,8 @@ class RankTask:
         precision: dtype of the arithmetic where it differs from the model's own (``float32``), or None.
         eager: whether to leave the compiled decoder aside, for shapes that are decoded once.
         request_id: for logs.
+        arrangement: how the latents become those that the plan is made for, or None where they lie that way already.
+        conditioning: the other inputs of decoders with timestep conditioning, or None for their defaults.
     """
 
     plan: DecodePlan
@@ -175,6 +185,8 @@ class RankTask:
     precision: str | None = None
     eager: bool = False
     request_id: str = ""
+    arrangement: Arrangement | None = None
+    conditioning: Conditioning | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -279,12 +291,17 @@ class DecodeService(Protocol):
         self,
         latent_shape: tuple[int, ...],
         *,
+        layout: Layout | None = None,
         mode: str = "auto",
         strict: bool | None = None,
         collect: str | None = None,
         chunk: int | None = None,
     ) -> DecodePlan:
         """Validate the shape against the model and the limits, and plan it, without decoding.
+
+        Args:
+            latent_shape: of the latents as they are sent.
+            layout: how they lie; None is ``auto``.
 
         Raises:
             DecodeServiceError: a 4xx that says what would be right.

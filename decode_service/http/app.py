@@ -17,7 +17,7 @@ from decode_service.http.disconnect import unless_disconnected
 from decode_service.http.errors import error_response, install_error_handlers
 from decode_service.http.replies import ChunkType, file_reply, tensor_reply
 from decode_service.http.request_id import RequestIdMiddleware, request_id_of
-from decode_service.http.requests import check_model, parse_decode, parse_plan
+from decode_service.http.requests import check_model, layout_of, parse_decode, parse_plan
 from decode_service.http.stages import Stages
 
 
@@ -70,7 +70,12 @@ def create_app(service: DecodeService, *, chunk_type: ChunkType = "bytes") -> Fa
         check_model(wanted.model, service)
         try:
             made = service.plan(
-                wanted.shape, mode=wanted.mode, strict=wanted.strict, collect=wanted.collect, chunk=wanted.chunk
+                wanted.shape,
+                layout=layout_of(wanted),
+                mode=wanted.mode,
+                strict=wanted.strict,
+                collect=wanted.collect,
+                chunk=wanted.chunk,
             )
         except DecodeServiceError as error:
             # Here the shape is a field of its own.

@@ -11,6 +11,8 @@ from decode_client.wire import (
     COLLECTS,
     FORMATS,
     LATENT_DTYPES,
+    LAYOUTS,
+    MAX_SEED,
     MODES,
     MSGPACK_CONTENT_TYPE,
     PIXEL_DTYPES,
@@ -44,14 +46,48 @@ _DECODE_SCHEMA: Schema = {
     "required": ["latents"],
     "additionalProperties": False,
     "properties": {
-        "latents": _tensor(LATENT_DTYPES, "(B,C,H,W), or (B,C,T,H,W) with a time axis."),
+        "latents": _tensor(
+            LATENT_DTYPES,
+            "(B,C,H,W), or (B,C,T,H,W) with a time axis; the same without B, for a batch of 1; or as `layout` says.",
+        ),
         "model": {"type": "string", "description": "The model's name; left out, the one that is served."},
+        "layout": {
+            "type": "string",
+            "enum": list(LAYOUTS),
+            "default": "auto",
+            "description": "How the latents lie. auto: told from the shape, an error where two readings fit; frames before "
+            "channels are never guessed. packed: a sequence of tokens (B,N,C*p*p), as pipelines of FLUX, Qwen-Image and LTX "
+            "hold them; it needs height and width, and frames of a video. patchified: (B,C*p*p,H/p,W/p), FLUX.2.",
+        },
+        **{
+            name: {"type": "integer", "minimum": 1, "maximum": 2**31 - 1, "description": description}
+            for name, description in (
+                ("height", "Of the decoded picture, in pixels. packed needs it; elsewhere it is checked."),
+                ("width", "Of the decoded picture, in pixels. packed needs it; elsewhere it is checked."),
+                ("frames", "Pixel frames of the decoded video. packed needs it for videos; elsewhere it is checked."),
+                ("layers", "Pictures that each packed item gives, of Qwen-Image-Layered: the pipeline's `layers`."),
+            )
+        },
         "denormalize": {
             "type": "boolean",
             "default": False,
             "description": "true: the latents are as a denoiser produces them, apply the model's own statistics first. "
             "false: they are as the VAE's decode takes them.",
         },
+        "timestep": {
+            "type": "number",
+            "minimum": 0,
+            "maximum": 1,
+            "description": "Of decoders with timestep conditioning (LTX): a pipeline's decode_timestep. Left out, the "
+            "pipeline's default, 0.",
+        },
+        "noise_scale": {
+            "type": "number",
+            "minimum": 0,
+            "maximum": 1,
+            "description": "Share of noise mixed into latents of such decoders: decode_noise_scale. Left out, the timestep.",
+        },
+        "seed": {"type": "integer", "minimum": 0, "maximum": MAX_SEED, "default": 0, "description": "Of that noise."},
         "mode": {"type": "string", "enum": list(MODES), "default": "auto"},
         "strict": {"type": "boolean", "description": "Whether a mode that cannot run is an error, not a fallback."},
         "collect": {"type": "string", "enum": list(COLLECTS), "description": "How pixels come back from the ranks."},

@@ -23,6 +23,7 @@ from decode_service.errors import (
 )
 from decode_service.http.stages import Stages
 from decode_service.media.formats import check_installed, check_output
+from decode_service.planning.layouts import Layout
 from decode_service.planning.plan import DecodePlan, PixelFormat
 
 Extent = Annotated[StrictInt, Field(ge=1, lt=2**31)]
@@ -32,14 +33,19 @@ class PlanRequest(BaseModel):
     """The JSON body of ``POST /plan``; the fields mean the same as in ``POST /decode``.
 
     Attributes:
-        shape: of the latents: (B,C,H,W) or (B,C,T,H,W).
-        model, mode, strict, collect, chunk: see ``DecodeRequest``.
+        shape: of the latents, as they would be sent.
+        model, layout, height, width, frames, layers, mode, strict, collect, chunk: see ``DecodeRequest``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     shape: Annotated[tuple[Extent, ...], Field(min_length=1, max_length=MAX_DIMS)]
     model: str | None = None
+    layout: Literal["auto", "BCHW", "CHW", "BCTHW", "CTHW", "BTCHW", "TCHW", "packed", "patchified"] = "auto"
+    height: Extent | None = None
+    width: Extent | None = None
+    frames: Extent | None = None
+    layers: Extent | None = None
     mode: Literal["auto", "direct", "batch", "tile", "spatial_shard_height", "spatial_shard_width"] = "auto"
     strict: StrictBool | None = None
     collect: Literal["shards", "rank0", "broadcast"] | None = None
@@ -68,6 +74,11 @@ def parse_plan(values: Any) -> PlanRequest:
         raise InvalidRequestError(f"{param}: {first['msg']}", param=param) from None
 
 
+def layout_of(wanted: PlanRequest | DecodeRequest) -> Layout:
+    """What a request says of how its latents lie."""
+    return Layout(wanted.layout, wanted.height, wanted.width, wanted.frames, wanted.layers)
+
+
 def check_model(name: str | None, service: DecodeService) -> None:
     """Make sure that ``name`` is the model served; None is whichever is.
 
@@ -89,8 +100,14 @@ async def parse_decode(
     # Nothing is copied and no value but the tensor's bytes is large, so this takes microseconds whatever the body's size.
     wanted = _unpack(body)
     check_model(wanted.model, service)
+    layout = layout_of(wanted)
     plan = service.plan(
-        wanted.latents.shape, mode=wanted.mode, strict=wanted.strict, collect=wanted.collect, chunk=wanted.chunk
+        wanted.latents.shape,
+        layout=layout,
+        mode=wanted.mode,
+        strict=wanted.strict,
+        collect=wanted.collect,
+        chunk=wanted.chunk,
     )
     _check_reply(wanted.output, plan, service.spec.output_channels)
     if not await asyncio.to_thread(wanted.latents.is_finite):
@@ -101,7 +118,11 @@ async def parse_decode(
         )
     job = DecodeJob(
         latents=wanted.latents,
+        layout=layout,
         denormalize=wanted.denormalize,
+        timestep=wanted.timestep,
+        noise_scale=wanted.noise_scale,
+        seed=wanted.seed,
         mode=wanted.mode,
         strict=wanted.strict,
         collect=wanted.collect,

@@ -26,7 +26,7 @@ LIKELY_VAES = {
     24: "MiniMax-H3",
     32: "FLUX.2, HunyuanVideo 1.5 or DC-AE",
     48: "Wan 2.2 5B (TI2V)",
-    64: "packed FLUX.1 or Qwen-Image latents; unpack them first",
+    64: "packed FLUX.1 or Qwen-Image latents, which go as (B,tokens,64) with layout packed",
     128: "LTX-Video, or packed FLUX.2 latents",
 }
 
@@ -63,7 +63,7 @@ def validate_latents(spec: ModelSpec, shape: tuple[int, ...]) -> None:
         likely = LIKELY_VAES.get(channels)
         hint = f"; {channels} channels are usual for {likely}" if likely else ""
         if len(shape) == 5 and shape[2] == spec.latent_channels:
-            hint = "; dimensions 1 and 2 look swapped: send (B,C,T,H,W)"
+            hint = "; dimensions 1 and 2 look swapped: send (B,C,T,H,W), or say layout BTCHW"
         raise InvalidLatentsError(
             f"{spec.name} ({spec.class_name}) expects {spec.latent_channels} latent channels in dimension 1, "
             f"got {channels} in {list(shape)}{hint}",

@@ -91,6 +91,25 @@ class OverlapTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """How pipelines pack the latents of a family into tokens, each of them a square patch of latent cells.
+
+    Of a token's channels the latent channel comes first, then the row within the patch, then the column: the order of
+    every ``_unpack_latents`` and ``_unpatchify_latents`` of diffusers 0.42.
+
+    Attributes:
+        patches: sides that a patch may have, in latent cells.
+        grid: whether the tokens also come in rows and columns, (B,C*p*p,H/p,W/p).
+        layers: whether one sequence may hold several pictures, the first of them the one that is to be taken apart
+            (``QwenImageLayeredPipeline``).
+    """
+
+    patches: tuple[int, ...]
+    grid: bool = False
+    layers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One loaded model as the planner, the validator and the reply headers see it.
 
@@ -116,6 +135,9 @@ class ModelSpec:
         pass_frames: latent frames of one pass at most, the first included, where a pass takes many at once (then the
             operand is that of the first and of all later ones together; ``WHOLE_CLIP`` where it takes all); 0 where the
             chunk length says it.
+        packing: how pipelines pack its latents, or None where they do not.
+        default_timestep: what the model's pipeline decodes at where nothing else is asked for, or None for decoders without
+            timestep conditioning.
     """
 
     name: str
@@ -136,6 +158,8 @@ class ModelSpec:
     operand_per_pixel_first: int = 0
     pass_frames: int = 0
     min_cells: int = 1
+    packing: Packing | None = None
+    default_timestep: float | None = None
 
     @property
     def decoder_channels(self) -> int:

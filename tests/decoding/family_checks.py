@@ -13,6 +13,8 @@ import torch
 from decode_service.decoding.communicator import Communicator, SoloCommunicator
 from decode_service.decoding.families import FAMILIES
 from decode_service.decoding.rank import RankDecoder, RankPart
+from decode_service.planning.conditioning import Conditioning
+from decode_service.planning.layouts import Layout, arrange
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
@@ -34,17 +36,28 @@ def decoded(
     tiles: StrideTiles | None = None,
     pixels: PixelFormat = MODEL_RANGE,
     denormalize: bool = False,
+    layout: Layout | None = None,
+    conditioning: Conditioning | None = None,
     **wish: Any,
 ) -> tuple[DecodePlan, torch.Tensor]:
     """``latents`` decoded by a group of ``ranks`` threads that share the weights of ``vae``."""
     family_class = FAMILIES[type(vae).__name__]
     spec = family_class(vae, "tiny", tiles).spec
-    plan = make_plan(spec, tuple(latents.shape), group_size=ranks, policy=Policy(), mode=mode, strict=True, **wish)
+    arrangement = arrange(spec, tuple(latents.shape), layout or Layout())
+    plan = make_plan(spec, arrangement.latent_shape, group_size=ranks, policy=Policy(), mode=mode, strict=True, **wish)
 
     def work(communicator: Communicator) -> RankPart:
         decoder = RankDecoder(family_class(vae, "tiny", tiles), device=CPU)
         decoder.attach(communicator if ranks > 1 else SoloCommunicator())
-        return decoder.decode(plan, latents.numpy(), "float32", denormalize=denormalize, pixels=pixels)
+        return decoder.decode(
+            plan,
+            latents.numpy(),
+            "float32",
+            denormalize=denormalize,
+            pixels=pixels,
+            arrangement=arrangement,
+            conditioning=conditioning,
+        )
 
     if plan.needs_group:
         parts = on_ranks(ranks, work)

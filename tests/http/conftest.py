@@ -19,8 +19,9 @@ from decode_service.engine.protocol import DecodeJob, DecodeOutcome, Readiness
 from decode_service.errors import InvalidLatentsError, NotReadyError, OutputTooLargeError, UnsupportedModeError
 from decode_service.http import create_app
 from decode_service.planning.bands import split
+from decode_service.planning.layouts import Layout, arrange
 from decode_service.planning.plan import MODES, DecodePlan, PixelFormat
-from decode_service.planning.spec import ModelSpec, StrideTiles
+from decode_service.planning.spec import ModelSpec, Packing, StrideTiles
 from decode_service.planning.temporal import CausalFrames
 
 RATIO = 8
@@ -56,6 +57,7 @@ class NumpyService:
             accepts_images=True,
             exact_axes=("height", "width"),
             tiles=StrideTiles(),
+            packing=Packing((2,)),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -68,11 +70,13 @@ class NumpyService:
         self,
         latent_shape: tuple[int, ...],
         *,
+        layout: Layout | None = None,
         mode: str = "auto",
         strict: bool | None = None,
         collect: str | None = None,
         chunk: int | None = None,
     ) -> DecodePlan:
+        latent_shape = arrange(self.spec, latent_shape, layout or Layout()).latent_shape
         if len(latent_shape) not in (4, 5) or latent_shape[1] != 4:
             raise InvalidLatentsError(
                 f"latents are (B,4,H,W) or (B,4,T,H,W), got {latent_shape}", param="latents.shape"
@@ -118,8 +122,9 @@ class NumpyService:
             raise
         if self.failure is not None:
             raise self.failure
-        plan = self.plan(job.latents.shape, mode=job.mode, chunk=job.chunk)
-        whole = self.pixels(job.latents.float32(), job.pixels)
+        plan = self.plan(job.latents.shape, layout=job.layout, mode=job.mode, chunk=job.chunk)
+        arrangement = arrange(self.spec, job.latents.shape, job.layout)
+        whole = self.pixels(arrangement.apply(job.latents.float32()), job.pixels)
         axis = whole.ndim - (3 if job.pixels.dtype == "uint8" else 2)
         rows = plan.bands[0].size * RATIO
         parts = [np.ascontiguousarray(part) for part in np.split(whole, [rows], axis=axis)]

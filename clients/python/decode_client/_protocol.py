@@ -231,7 +231,15 @@ def decode_flow(
     latents: Latents,
     *,
     model: str | None = None,
+    layout: str = "auto",
+    height: int | None = None,
+    width: int | None = None,
+    frames: int | None = None,
+    layers: int | None = None,
     denormalize: bool = False,
+    timestep: float | None = None,
+    noise_scale: float | None = None,
+    seed: int | None = None,
     mode: str = "auto",
     strict: bool | None = None,
     collect: str | None = None,
@@ -252,7 +260,15 @@ def decode_flow(
     request = DecodeRequest(
         latents=latents_tensor(latents),
         model=model,
+        layout=layout,
+        height=height,
+        width=width,
+        frames=frames,
+        layers=layers,
         denormalize=denormalize,
+        timestep=timestep,
+        noise_scale=noise_scale,
+        seed=seed,
         mode=mode,
         strict=strict,
         collect=collect,
@@ -283,13 +299,21 @@ def plan_flow(
     shape: Sequence[int],
     *,
     model: str | None = None,
+    layout: str = "auto",
+    height: int | None = None,
+    width: int | None = None,
+    frames: int | None = None,
+    layers: int | None = None,
     mode: str = "auto",
     strict: bool | None = None,
     collect: str | None = None,
     chunk: int | None = None,
     timeout: Timeout = None,
 ) -> Flow[dict[str, Any]]:
-    fields = {"model": model, "mode": mode, "strict": strict, "collect": collect, "chunk": chunk}
+    # Layout auto is the default, left out so that services that do not know the field yet still plan.
+    fields: dict[str, Any] = {"model": model, "layout": None if layout == "auto" else layout}
+    fields |= {"height": height, "width": width, "frames": frames, "layers": layers}
+    fields |= {"mode": mode, "strict": strict, "collect": collect, "chunk": chunk}
     wanted = {"shape": [int(extent) for extent in shape]} | {k: v for k, v in fields.items() if v is not None}
     content = json.dumps(wanted).encode()
     call = Call(

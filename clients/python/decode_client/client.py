@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import difflib
 import inspect
 import os
 import time
@@ -28,6 +29,13 @@ class PlanOptions(TypedDict, total=False):
 
     Attributes:
         model: name of the model; needed only where the address serves several.
+        layout: how the latents lie. ``auto`` tells from the shape, where only one reading fits. ``BCHW``, ``CHW``,
+            ``BCTHW``, ``CTHW``, ``BTCHW`` (as CogVideoX and SVD pipelines hold them) and ``TCHW`` name the dimensions;
+            ``packed`` is a sequence of tokens, [B,N,C*p*p] (FLUX, Qwen-Image, LTX); ``patchified`` is [B,C*p*p,H/p,W/p]
+            (FLUX.2).
+        height, width: of the decoded picture, in pixels: needed by ``packed``, elsewhere checked.
+        frames: pixel frames of the decoded video: needed by ``packed`` latents of a video, elsewhere checked.
+        layers: ``layers`` of a Qwen-Image-Layered pipeline: as many pictures come back for each packed item.
         mode: ``auto``, ``direct``, ``batch``, ``tile``, ``spatial_shard_height`` or ``spatial_shard_width``.
         strict: whether a mode that cannot run is an error instead of a fallback; None takes the server's default.
         collect: ``shards``, ``rank0`` or ``broadcast``; None takes the server's default.
@@ -36,6 +44,11 @@ class PlanOptions(TypedDict, total=False):
     """
 
     model: str | None
+    layout: str
+    height: int | None
+    width: int | None
+    frames: int | None
+    layers: int | None
     mode: str
     strict: bool | None
     collect: str | None
@@ -49,6 +62,11 @@ class DecodeOptions(PlanOptions, total=False):
     Attributes:
         denormalize: True where the latents are normalized (as a diffusion model leaves them) and the model's own
             statistics must be applied first.
+        timestep: 0 to 1, for decoders with timestep conditioning (LTX): a pipeline's ``decode_timestep``; None takes the
+            pipeline's default. Other models refuse it.
+        noise_scale: 0 to 1, the share of noise mixed into latents of such decoders: ``decode_noise_scale``; None takes the
+            timestep, as pipelines do.
+        seed: of that noise; None is 0.
         format: ``tensor``, or a file: ``png``, ``jpeg``, ``webp``, ``mp4``.
         dtype: of a tensor: ``uint8`` (0 to 255, channels last) or ``float16``, ``bfloat16``, ``float32`` (channels
             first).
@@ -61,6 +79,9 @@ class DecodeOptions(PlanOptions, total=False):
     """
 
     denormalize: bool
+    timestep: float | None
+    noise_scale: float | None
+    seed: int | None
     format: str
     dtype: str
     range: str
@@ -81,6 +102,20 @@ def _keywords_of(flow: Callable[..., Any]) -> Callable[[Method], Method]:
         return method
 
     return mark
+
+
+def _refuse_unknown(method: str, options: Mapping[str, Any], known: type) -> None:
+    """Name the method that was called, where Python would name the function behind it.
+
+    Raises:
+        TypeError: if an option is not one of the keys of ``known``.
+    """
+    keywords = known.__annotations__
+    for name in options:
+        if name not in keywords:
+            nearest = difflib.get_close_matches(name, keywords, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(keywords)}"
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}; {hint}")
 
 
 class _Client:
@@ -177,14 +212,15 @@ class DecodeClient(_Client):
         """Decode latents.
 
         Args:
-            latents: [B,C,H,W] or [B,C,F,H,W] in float32, float16 or bfloat16: a torch tensor, a numpy array, the path
-                of a .safetensors file, or a ``WireTensor``.
+            latents: [B,C,H,W] or [B,C,T,H,W], the same without B, or as ``layout`` says, in float32, float16 or bfloat16:
+                a torch tensor, a numpy array, the path of a .safetensors file, or a ``WireTensor``.
             options: see ``DecodeOptions``.
 
         Raises:
             ValueError, TypeError, OSError: if an argument is refused before anything is sent.
             DecodeError: by cause; see ``decode_client.errors``.
         """
+        _refuse_unknown("decode", options, DecodeOptions)
         return self._run(protocol.decode_flow(self._settings, latents, **options))
 
     @_keywords_of(protocol.plan_flow)
@@ -192,12 +228,13 @@ class DecodeClient(_Client):
         """How latents of a shape would be decoded, without decoding: ``mode``, ``ranks``, ``reason``, ``output``, ...
 
         Args:
-            shape: of the latents, [B,C,H,W] or [B,C,F,H,W].
+            shape: of the latents, as ``decode`` would get them.
             options: see ``PlanOptions``.
 
         Raises:
             DecodeError: by cause; a shape that the model cannot decode is an ``UnprocessableError``.
         """
+        _refuse_unknown("plan", options, PlanOptions)
         return self._run(protocol.plan_flow(self._settings, shape, **options))
 
     def models(self) -> list[dict[str, Any]]:
@@ -308,11 +345,13 @@ class AsyncDecodeClient(_Client):
     @_keywords_of(protocol.decode_flow)
     async def decode(self, latents: Latents, **options: Unpack[DecodeOptions]) -> DecodeResult:
         """As ``DecodeClient.decode``."""
+        _refuse_unknown("decode", options, DecodeOptions)
         return await self._run(protocol.decode_flow(self._settings, latents, **options))
 
     @_keywords_of(protocol.plan_flow)
     async def plan(self, shape: Sequence[int], **options: Unpack[PlanOptions]) -> dict[str, Any]:
         """As ``DecodeClient.plan``."""
+        _refuse_unknown("plan", options, PlanOptions)
         return await self._run(protocol.plan_flow(self._settings, shape, **options))
 
     async def models(self) -> list[dict[str, Any]]:

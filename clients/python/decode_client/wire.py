@@ -42,6 +42,8 @@ MODES: tuple[str, ...] = ("auto", "direct", "batch", "tile", "spatial_shard_heig
 COLLECTS: tuple[str, ...] = ("shards", "rank0", "broadcast")
 FORMATS: tuple[str, ...] = ("tensor", "png", "jpeg", "webp", "mp4")
 RANGES: tuple[str, ...] = ("unit", "model")
+#: How latents lie in memory. Letters name the dimensions: B batch, C channels, T latent frames, H rows, W columns.
+LAYOUTS: tuple[str, ...] = ("auto", "BCHW", "CHW", "BCTHW", "CTHW", "BTCHW", "TCHW", "packed", "patchified")
 
 #: Formats to which the optional output fields apply; anywhere else they are refused rather than ignored.
 FPS_FORMATS: tuple[str, ...] = ("mp4",)
@@ -60,8 +62,24 @@ _MAX_REQUEST_VALUE_BYTES = 4 << 10
 _MAX_REPLY_VALUE_BYTES = 16 << 20
 _MAX_MAP_KEYS = 64
 _MAX_INTEGER = 2**31 - 1
+#: What a seed may be: torch's generators take 64 bits.
+MAX_SEED = 2**64 - 1
 
-_REQUEST_FIELDS = ("model", "latents", "denormalize", "mode", "strict", "collect", "chunk", "output", "deadline_ms")
+_LAYOUT_FIELDS = ("layout", "height", "width", "frames", "layers")
+_DECODER_FIELDS = ("timestep", "noise_scale", "seed")
+_REQUEST_FIELDS = (
+    "model",
+    "latents",
+    *_LAYOUT_FIELDS,
+    "denormalize",
+    *_DECODER_FIELDS,
+    "mode",
+    "strict",
+    "collect",
+    "chunk",
+    "output",
+    "deadline_ms",
+)
 _OUTPUT_FIELDS = ("format", "dtype", "fps", "quality", "range")
 _TENSOR_FIELDS = ("dtype", "shape", "data")
 
@@ -267,7 +285,18 @@ class DecodeRequest:
     Attributes:
         latents: float32, float16 or bfloat16; the shape is the model's business.
         model: name of the model, or None for the only one served.
+        layout: how the latents lie, one of ``LAYOUTS``: ``auto`` tells from the shape where only one reading fits;
+            ``packed`` is a sequence of tokens (B,N,C*p*p), as pipelines hold latents of FLUX, Qwen-Image and LTX;
+            ``patchified`` is (B,C*p*p,H/p,W/p).
+        height, width: extents of the decoded picture, in pixels: needed by ``packed``, elsewhere checked against the shape.
+        frames: pixel frames of the decoded video: needed by ``packed`` latents of a video, elsewhere checked.
+        layers: pictures that each ``packed`` item is to give, where a pipeline packs several (Qwen-Image-Layered).
         denormalize: True where the latents are normalized and the model's own statistics must be applied first.
+        timestep: 0 to 1, for decoders with timestep conditioning (a pipeline's ``decode_timestep``); None takes the
+            default of the model's pipeline.
+        noise_scale: 0 to 1, the share of noise mixed into latents of such decoders (``decode_noise_scale``); None takes
+            the timestep, as pipelines do.
+        seed: of that noise; None is 0.
         mode: how to divide the work; one of ``MODES``.
         strict: whether a mode that cannot run is an error instead of a fallback; None takes the server's default.
         collect: how the pixels come back from the ranks; one of ``COLLECTS``, or None for the server's default.
@@ -281,7 +310,15 @@ class DecodeRequest:
 
     latents: WireTensor
     model: str | None = None
+    layout: str = "auto"
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
+    layers: int | None = None
     denormalize: bool = False
+    timestep: float | None = None
+    noise_scale: float | None = None
+    seed: int | None = None
     mode: str = "auto"
     strict: bool | None = None
     collect: str | None = None
@@ -300,7 +337,18 @@ class DecodeRequest:
         if self.model is not None and not (isinstance(self.model, str) and 0 < len(self.model) <= MAX_NAME_CHARS):
             shown = repr(self.model) if self.model == "" else _kind(self.model)
             raise WireError(f"model must be a name of 1 to {MAX_NAME_CHARS} characters, got {shown}", param="model")
+        _choice(self.layout, LAYOUTS, "layout")
+        for name in ("height", "width", "frames", "layers"):
+            if (extent := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _positive_integer(extent, name))
         _boolean(self.denormalize, "denormalize")
+        for name in ("timestep", "noise_scale"):
+            if (share := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _share(share, name))
+        if self.seed is not None:
+            if not _is_integer(self.seed) or not 0 <= self.seed <= MAX_SEED:
+                raise WireError(f"seed must be an integer from 0 to 2**64 - 1, got {_shown(self.seed)}", param="seed")
+            object.__setattr__(self, "seed", int(self.seed))
         _choice(self.mode, MODES, "mode")
         if self.strict is not None:
             _boolean(self.strict, "strict")
@@ -322,7 +370,15 @@ def pack_request(request: DecodeRequest) -> bytes:
     """
     fields: dict[str, Any] = {
         "model": request.model,
+        "layout": request.layout if request.layout != "auto" else None,
+        "height": request.height,
+        "width": request.width,
+        "frames": request.frames,
+        "layers": request.layers,
         "denormalize": request.denormalize or None,
+        "timestep": request.timestep,
+        "noise_scale": request.noise_scale,
+        "seed": request.seed,
         "mode": request.mode if request.mode != "auto" else None,
         "strict": request.strict,
         "collect": request.collect,
@@ -620,8 +676,9 @@ def _or(options: Sequence[str]) -> str:
 
 
 def _did_you_mean(value: str, options: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(value[:64].lower(), options, n=1, cutoff=0.6)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    spelt = {option.lower(): option for option in options}
+    nearest = difflib.get_close_matches(value[:64].lower(), spelt, n=1, cutoff=0.6)
+    return f"; did you mean {spelt[nearest[0]]}?" if nearest else ""
 
 
 def _unknown_field(name: str, known: Sequence[str]) -> WireError:
@@ -657,6 +714,14 @@ def _positive_number(value: Any, param: str) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise WireError(f"{param} must be a finite number above 0, got {_shown(value)}", param=param)
+    return float(value)
+
+
+def _share(value: Any, param: str) -> float:
+    number = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
+    # Written so that NaN, which no comparison holds for, is refused too.
+    if not number or not 0 <= value <= 1:
+        raise WireError(f"{param} must be a number from 0 to 1, got {_shown(value)}", param=param)
     return float(value)
 
 

@@ -7,7 +7,7 @@ import torch
 from decode_service.decoding.families.base import stride_tiles
 from decode_service.decoding.families.image import ImageFamily
 from decode_service.errors import ConfigError
-from decode_service.planning.spec import ModelSpec, StrideTiles
+from decode_service.planning.spec import ModelSpec, Packing, StrideTiles
 
 
 class AutoencoderKLFamily(ImageFamily):
@@ -41,6 +41,8 @@ class AutoencoderKLFamily(ImageFamily):
             tiles=stride_tiles(tiles or self._own_tiles(), ratio, "AutoencoderKL"),
             chunked=False,
             operand_per_pixel_first=operand,
+            # FLUX.1, and Chroma, Bria, Ovis, LongCat and others that pack as it does.
+            packing=Packing((2,)),
         )
 
     def _own_tiles(self) -> StrideTiles:

@@ -7,7 +7,7 @@ import torch
 from decode_service.decoding.families.base import stride_tiles
 from decode_service.decoding.families.image import ImageFamily, overlapping_tiles
 from decode_service.planning.plan import DecodePlan
-from decode_service.planning.spec import ModelSpec, StrideTiles
+from decode_service.planning.spec import ModelSpec, Packing, StrideTiles
 from decode_service.planning.tiles import TileSpan
 
 # B batch, C channels, F pixel frames (1 here), H height, W width.
@@ -41,6 +41,8 @@ class AutoencoderTinyFamily(ImageFamily):
             chunked=False,
             # The widest operand at full resolution: the last upsampling leaves the channels of the stage before.
             operand_per_pixel_first=max(widths[-1], widths[max(0, len(widths) - 2)]),
+            # As TAEF1 is given the latents of FLUX.1.
+            packing=Packing((2,)),
         )
 
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:

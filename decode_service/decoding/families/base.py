@@ -7,9 +7,10 @@ and keeps no state of a request: two decodes interleaved on one model give what 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -35,11 +36,13 @@ class Family(ABC):
         class_names: diffusers classes that the family decodes.
         compiles: whether the decoder can be compiled; where it cannot, it runs eagerly whatever the settings say.
         spec: what planning knows of the model.
+        timestep: what a decoder with timestep conditioning is given.
         call_decoder: ``vae.decoder``, or a compiled form of it.
     """
 
     class_names: ClassVar[tuple[str, ...]]
     compiles: ClassVar[bool] = True
+    timestep: float = 0.0
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         self.vae = vae
@@ -62,6 +65,23 @@ class Family(ABC):
 
         The order of operations is that of the family's diffusers pipeline, so that half precision rounds alike.
         """
+
+    def conditioned(self, timestep: float) -> Self:
+        """The same family, sharing everything with this one, whose decoder is given ``timestep``."""
+        twin = copy.copy(self)
+        twin.timestep = timestep
+        return twin
+
+    def noised(
+        self, latents_BCTHW: torch.Tensor, noise_BCTHW: torch.Tensor, scale: float, *, denormalize: bool
+    ) -> torch.Tensor:
+        """Latents as ``vae.decode`` takes them with noise of weight ``scale`` mixed in, in the order of ``LTXPipeline``.
+
+        Args:
+            denormalize: whether the latents are as the denoiser produces them.
+        """
+        raw_BCTHW = self.denormalize(latents_BCTHW) if denormalize else latents_BCTHW
+        return mixed(raw_BCTHW, noise_BCTHW, scale)
 
     @abstractmethod
     def decode(self, latents_BCTHW: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
@@ -109,6 +129,12 @@ def _with_plain_booleans(vae: nn.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, np.bool_):
                 setattr(module, name, bool(value))
+
+
+def mixed(latents_BCTHW: torch.Tensor, noise_BCTHW: torch.Tensor, scale: float) -> torch.Tensor:
+    """``(1 - scale) * latents + scale * noise``, rounded as the LTX pipelines do: the weight has the latents' dtype."""
+    weight = latents_BCTHW.new_full((1, 1, 1, 1, 1), scale)
+    return (1 - weight) * latents_BCTHW + weight * noise_BCTHW
 
 
 def stride_tiles(given: StrideTiles | None, spatial_ratio: int, class_name: str) -> StrideTiles:

@@ -10,7 +10,7 @@ from torch import nn
 from decode_service.decoding.families.base import stride_tiles
 from decode_service.decoding.families.image import ImageFamily, overlapping_tiles
 from decode_service.errors import ConfigError
-from decode_service.planning.spec import ModelSpec, StrideTiles
+from decode_service.planning.spec import ModelSpec, Packing, StrideTiles
 
 
 class Flux2Family(ImageFamily):
@@ -55,6 +55,7 @@ class Flux2Family(ImageFamily):
             tiles=stride_tiles(tiles or own_tiles, ratio, "AutoencoderKLFlux2"),
             chunked=False,
             operand_per_pixel_first=operand,
+            packing=Packing((2,), grid=True),
         )
 
     def _per_phase(self, packed: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from decode_service.decoding.families.base import mixed
 from decode_service.decoding.families.ltx_video import LTXVideoFamily
 from decode_service.planning.spec import ModelSpec, StrideTiles
 from decode_service.planning.tiles import TileSpan
@@ -27,6 +28,18 @@ class LTX2VideoFamily(LTXVideoFamily):
         # Its convolutions pad by reflecting, and a single row or column has nothing to reflect.
         reflects = self.config["decoder_spatial_padding_mode"] == "reflect"
         return dataclasses.replace(super().make_spec(name, tiles), min_cells=2 if reflects else 1)
+
+    def noised(
+        self, latents_BCTHW: torch.Tensor, noise_BCTHW: torch.Tensor, scale: float, *, denormalize: bool
+    ) -> torch.Tensor:
+        """As ``LTX2Pipeline`` does it: noise is mixed into normalized latents, which are denormalized afterwards.
+
+        Into latents that are denormalized already, denormalized noise is mixed: the same function but for rounding,
+        because denormalizing is affine and the weights sum to 1.
+        """
+        if denormalize:
+            return self.denormalize(mixed(latents_BCTHW, noise_BCTHW, scale))
+        return mixed(latents_BCTHW, self.denormalize(noise_BCTHW), scale)
 
     def decode_tile(
         self, latents_BCTHW: torch.Tensor, part: int, row: TileSpan, column: TileSpan, chunk: int

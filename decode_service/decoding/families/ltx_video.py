@@ -11,7 +11,7 @@ import torch
 from decode_service.decoding.families.base import stride_tiles
 from decode_service.decoding.families.whole_clip import Convolution, WholeClipFamily, clip_operands
 from decode_service.errors import ConfigError
-from decode_service.planning.spec import WHOLE_CLIP, ModelSpec, StrideTiles
+from decode_service.planning.spec import WHOLE_CLIP, ModelSpec, Packing, StrideTiles
 from decode_service.planning.temporal import CausalFrames
 
 # B batch, C channels, T latent frames, H height, W width.
@@ -20,8 +20,9 @@ from decode_service.planning.temporal import CausalFrames
 class LTXVideoFamily(WholeClipFamily):
     """``AutoencoderKLLTXVideo``: one call of the decoder for the whole clip. Its norms are per position.
 
-    A model with timestep conditioning (0.9.1 and later) is decoded at the pipeline's default, ``decode_timestep=0``. There
-    the noise that the pipeline mixes in has weight 0, so that the picture depends on the latents alone.
+    A model with timestep conditioning (0.9.1 and later) is decoded at the pipeline's default, ``decode_timestep=0``, unless
+    the request says another. There the noise that the pipeline mixes in has weight 0, so that the picture depends on the
+    latents alone.
     """
 
     class_names = ("AutoencoderKLLTXVideo",)
@@ -60,6 +61,9 @@ class LTXVideoFamily(WholeClipFamily):
             operand_per_pixel_first=first,
             operand_per_pixel=later,
             pass_frames=WHOLE_CLIP,
+            # The transformer's patches are single cells in every released model.
+            packing=Packing((1,)),
+            default_timestep=0.0 if config["timestep_conditioning"] else None,
         )
 
     def _convolutions(self, spatial: int) -> Iterator[Convolution]:
@@ -88,7 +92,7 @@ class LTXVideoFamily(WholeClipFamily):
     def decode_clip(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         timestep: Any = None
         if self.config["timestep_conditioning"]:
-            timestep = latents_BCTHW.new_zeros((latents_BCTHW.shape[0],))
+            timestep = latents_BCTHW.new_full((latents_BCTHW.shape[0],), self.timestep)
         return self.call_decoder(latents_BCTHW, timestep)
 
     def dtype(self) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decode_service.decoding.families.base import stride_tiles
 from decode_service.decoding.families.causal import CausalFamily
 from decode_service.decoding.families.wan import causal_operands
-from decode_service.planning.spec import ModelSpec, StrideTiles
+from decode_service.planning.spec import ModelSpec, Packing, StrideTiles
 from decode_service.planning.temporal import CausalFrames
 
 
@@ -35,4 +35,5 @@ class QwenImageFamily(CausalFamily):
             tiles=stride_tiles(tiles, ratio, "AutoencoderKLQwenImage"),
             operand_per_pixel=later,
             operand_per_pixel_first=first,
+            packing=Packing((2,), layers=True),
         )

@@ -8,7 +8,7 @@ import torch
 
 from decode_service.decoding.families.base import stride_tiles
 from decode_service.decoding.families.causal import CausalFamily
-from decode_service.planning.spec import ModelSpec, StrideTiles
+from decode_service.planning.spec import ModelSpec, Packing, StrideTiles
 from decode_service.planning.temporal import CausalFrames, SingleFrame
 
 
@@ -43,6 +43,7 @@ class QwenImage21Family(CausalFamily):
             tiles=stride_tiles(tiles, decoder_ratio * patch, "AutoencoderKLQwenImage21"),
             chunked=False,
             operand_per_pixel_first=operand // patch**2,
+            packing=Packing((1,)),
         )
 
     @property

@@ -8,7 +8,7 @@ import torch
 
 from decode_service.decoding.families.base import stride_tiles
 from decode_service.decoding.families.causal import CausalFamily
-from decode_service.planning.spec import ModelSpec, StrideTiles
+from decode_service.planning.spec import ModelSpec, Packing, StrideTiles
 from decode_service.planning.temporal import CausalFrames
 
 
@@ -38,6 +38,8 @@ class WanFamily(CausalFamily):
             tiles=stride_tiles(tiles, decoder_ratio * patch, "AutoencoderKLWan"),
             operand_per_pixel=later // patch**2,
             operand_per_pixel_first=first // patch**2,
+            # The pipelines of Wan pack nothing; that of Bria FIBO, which uses its VAE, does.
+            packing=Packing((1, 2)),
         )
 
     def run_pass(self, x_BCTHW: torch.Tensor, cache: list[Any] | None, *, first: bool) -> torch.Tensor:
