@@ -61,6 +61,8 @@ class TestDecode:
 
     def test_sends_every_option(self, service: Any, call: Any) -> None:
         options = {"denormalize": True, "mode": "tile", "strict": False, "collect": "broadcast", "chunk": 2}
+        options |= {"layout": "BCHW", "height": 16, "width": 24, "frames": 1, "layers": 3}
+        options |= {"timestep": 0.05, "noise_scale": 0.025, "seed": 2**64 - 1}
         result = call(service.url, "decode", LATENTS, **options, dtype="float32", range="model", deadline_s=60)
         sent = unpack_request(service.seen[0].body)
         assert {name: getattr(sent, name) for name in options} == options
@@ -123,6 +125,11 @@ class TestOtherRoutes:
         plan = call(service.url, "plan", (1, 4, np.int64(8), 8), mode="tile", strict=True)
         assert plan["asked"] == {"shape": [1, 4, 8, 8], "mode": "tile", "strict": True}
         assert service.seen[0].headers["content-type"] == "application/json"
+        plan = call(
+            service.url, "plan", (1, 15, 16), layout="packed", height=np.int64(48), width=80, frames=5, layers=2
+        )
+        extents = {"height": 48, "width": 80, "frames": 5, "layers": 2}
+        assert plan["asked"] == {"shape": [1, 15, 16], "layout": "packed", **extents, "mode": "auto"}
 
     def test_models(self, service: Any, call: Any) -> None:
         assert call(service.url, "models") == [{"name": "demo"}]
@@ -470,6 +477,20 @@ class TestOneSurface:
 
         for options, flow in ((DecodeOptions, _protocol.decode_flow), (PlanOptions, _protocol.plan_flow)):
             assert set(options.__annotations__) == set(list(inspect.signature(flow).parameters)[2:])
+
+    def test_an_unknown_keyword_names_the_method_that_was_called(self) -> None:
+        with DecodeClient("http://127.0.0.1:1") as client:
+            with pytest.raises(TypeError, match=r"^decode\(\) .*'hight'; did you mean height\?$"):
+                client.decode(LATENTS, hight=64)  # type: ignore[call-arg]
+            with pytest.raises(TypeError, match=r"^plan\(\) .*'seed'; it has .*layout"):
+                client.plan((1, 4, 8, 8), seed=1)  # type: ignore[call-arg]
+
+        async def asynchronous() -> None:
+            async with AsyncDecodeClient("http://127.0.0.1:1") as client:
+                with pytest.raises(TypeError, match=r"^decode\(\) .*'xyzzy'; it has model, layout"):
+                    await client.decode(LATENTS, xyzzy=1)  # type: ignore[call-arg]
+
+        asyncio.run(asynchronous())
 
     def test_with_options_shares_connections_and_changes_the_rest(self, service: Any, answers: Any) -> None:
         with DecodeClient(service.url, default_headers={"X-A": "1", "X-B": "1"}) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pickle
 import struct
 import tracemalloc
@@ -15,6 +16,7 @@ import torch
 from decode_client.wire import (
     DTYPES,
     LATENT_DTYPES,
+    LAYOUTS,
     MODES,
     PIXEL_DTYPES,
     DecodeRequest,
@@ -59,7 +61,12 @@ def requests(draw: st.DrawFn) -> DecodeRequest:
     return DecodeRequest(
         latents=draw(tensors()),
         model=draw(st.none() | st.text(min_size=1, max_size=30)),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        **{name: draw(st.none() | st.integers(1, 2**31 - 1)) for name in ("height", "width", "frames", "layers")},
         denormalize=draw(st.booleans()),
+        timestep=draw(st.none() | st.floats(0, 1)),
+        noise_scale=draw(st.none() | st.floats(0, 1)),
+        seed=draw(st.none() | st.integers(0, 2**64 - 1)),
         mode=draw(st.sampled_from(MODES)),
         strict=draw(st.none() | st.booleans()),
         collect=draw(st.none() | st.sampled_from(["shards", "rank0", "broadcast"])),
@@ -90,8 +97,9 @@ class TestRequests:
     @given(requests())
     def test_come_back_as_they_were_packed(self, request_: DecodeRequest) -> None:
         again = unpack_request(pack_request(request_))
-        for name in ("model", "denormalize", "mode", "strict", "collect", "chunk", "output", "deadline_ms"):
-            assert getattr(again, name) == getattr(request_, name)
+        for field in dataclasses.fields(DecodeRequest):
+            if field.name != "latents":
+                assert getattr(again, field.name) == getattr(request_, field.name), field.name
         assert (again.latents.dtype, again.latents.shape) == (request_.latents.dtype, request_.latents.shape)
         assert bytes(again.latents.data) == bytes(request_.latents.data)
 
@@ -115,6 +123,12 @@ class TestRequests:
         ):
             assert (request.model, request.denormalize, request.mode, request.strict) == (None, False, "auto", None)
             assert request.output == OutputSpec("tensor", "uint8", None, None, "unit")
+
+    def test_take_numpy_numbers(self) -> None:
+        latents = WireTensor("float32", (1, 4, 2, 2), bytes(64))
+        request = DecodeRequest(latents, height=np.int64(64), timestep=np.float32(0.5), seed=np.uint64(2**64 - 1))
+        again = unpack_request(pack_request(request))
+        assert (again.height, again.timestep, again.seed) == (64, 0.5, 2**64 - 1)
 
     def test_latents_are_a_view_into_the_body(self) -> None:
         body = bytearray(msgpack.packb(small_request()))
@@ -211,6 +225,22 @@ class TestFields:
             (small_request(model="x" * 100_000), "model", "longer than"),
             (small_request(denormalize=1), "denormalize", "true or false"),
             (small_request(denormalize="true"), "denormalize", "true or false"),
+            (small_request(layout="bcthw"), "layout", "did you mean BCTHW?"),
+            (small_request(layout="nhwc"), "layout", "auto, BCHW, CHW"),
+            (small_request(layout=["packed"]), "layout", "got a list"),
+            (small_request(hieght=64), "hieght", "did you mean height?"),
+            (small_request(height=0), "height", "at least 1"),
+            (small_request(width=64.0), "width", "integer"),
+            (small_request(frames=True), "frames", "got True"),
+            (small_request(layers=2**31), "layers", "2**31"),
+            (small_request(timestep=1.5), "timestep", "from 0 to 1, got 1.5"),
+            (small_request(timestep=-0.1), "timestep", "from 0 to 1"),
+            (small_request(timestep=float("nan")), "timestep", "from 0 to 1"),
+            (small_request(timestep=True), "timestep", "got True"),
+            (small_request(noise_scale="0.1"), "noise_scale", "from 0 to 1"),
+            (small_request(seed=-1), "seed", "0 to 2**64 - 1, got -1"),
+            (small_request(seed=0.0), "seed", "integer"),
+            (small_request(seed=False), "seed", "got False"),
             (small_request(strict=0), "strict", "true or false"),
             (small_request(mode="tiles"), "mode", "did you mean tile?"),
             (small_request(mode=["tile"]), "mode", "got a list"),

@@ -61,6 +61,7 @@ def test_an_insane_request_id_is_replaced(client, body_of, offered):
 
 def test_every_wish_reaches_the_service(client, service, body_of):
     wishes = {"denormalize": True, "mode": "direct", "strict": True, "collect": "rank0", "chunk": 3}
+    wishes |= {"timestep": 0.05, "noise_scale": 0.025, "seed": 7}
     output = OutputSpec(dtype="float16", range="model")
     client.post("/decode", content=body_of(output=output, deadline_ms=5000, **wishes))
     job = service.jobs[-1]
@@ -100,3 +101,35 @@ def test_a_video_comes_back_as_mp4(client, body_of, latents_of, shape, frames):
     assert reply.headers["x-decode-video"] == f"h264; yuv420p; bt709; 80x48; {frames} frames; 24 fps"
     with av.open(io.BytesIO(reply.content)) as container:
         assert [(frame.width, frame.height) for frame in container.decode(video=0)] == [(80, 48)] * frames
+
+
+def test_packed_latents_are_the_picture_that_they_pack(client, service, body_of, latents_of):
+    """2 x 2 cells of 8 px in a token, the channel before the place in the patch."""
+    latents = latents_of(2, 4, 6, 10)
+    packed = latents.reshape(2, 4, 3, 2, 5, 2).transpose(0, 2, 4, 1, 3, 5).reshape(2, 15, 16)
+    for layout in ("auto", "packed"):
+        reply = client.post("/decode", content=body_of(packed, layout=layout, height=48, width=80))
+        pixels = unpack_tensor_reply(reply.content)["pixels"]
+        np.testing.assert_array_equal(pixels.carrier(), service.pixels(latents, PixelFormat()))
+
+
+def test_one_item_without_a_batch_comes_back_as_a_batch_of_one(client, service, body_of, latents_of):
+    picture, video = latents_of(4, 6, 10), latents_of(4, 3, 6, 10)
+    for latents, options in ((picture, {}), (video, {}), (video, {"layout": "CTHW", "frames": 9, "width": 80})):
+        reply = client.post("/decode", content=body_of(latents, **options))
+        pixels = unpack_tensor_reply(reply.content)["pixels"]
+        np.testing.assert_array_equal(pixels.carrier(), service.pixels(latents[None], PixelFormat()))
+
+
+def test_frames_before_channels_are_taken_where_the_layout_says_so(client, service, body_of, latents_of):
+    latents = latents_of(1, 4, 3, 6, 10)
+    swapped = np.ascontiguousarray(latents.swapaxes(1, 2))
+    reply = client.post("/decode", content=body_of(swapped, layout="BTCHW"))
+    pixels = unpack_tensor_reply(reply.content)["pixels"]
+    np.testing.assert_array_equal(pixels.carrier(), service.pixels(latents, PixelFormat()))
+
+
+def test_a_packed_picture_comes_back_as_a_file(client, body_of, latents_of):
+    body = body_of(latents_of(1, 15, 16), OutputSpec(format="png"), height=48, width=80)
+    with Image.open(io.BytesIO(client.post("/decode", content=body).content)) as picture:
+        assert picture.size == (80, 48)

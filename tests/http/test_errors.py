@@ -67,6 +67,29 @@ class TestRequests:
         check(client.post("/decode", content=body_of(latents_of(1, 16, 4, 4))), 422, "invalid_latents", "latents.shape")
         assert not service.jobs
 
+    @pytest.mark.parametrize(
+        ("shape", "fields", "kind", "param", "words"),
+        [
+            ((1, 15, 16), {"layout": "packed"}, "invalid_request", "height", "height is needed"),
+            ((1, 15, 16), {"height": 48}, "invalid_request", "width", "width is needed"),
+            ((1, 15, 16), {"height": 48, "width": 72}, "invalid_request", "width", "64 or 80 would be"),
+            ((1, 15, 16), {"height": 64, "width": 80}, "invalid_latents", "latents.shape", "4 x 5 = 20 tokens"),
+            ((1, 15, 12), {"height": 48, "width": 80}, "invalid_latents", "latents.shape", "packed (B,tokens,16)"),
+            ((4, 4, 6, 10), {}, "invalid_request", "layout", "layout BCHW, CTHW or TCHW"),
+            ((1, 4, 6, 10), {"layout": "patchified"}, "invalid_request", "layout", "it takes auto, BCHW"),
+            ((1, 4, 6, 10), {"height": 50}, "invalid_request", "height", "decode to height 48"),
+            ((1, 3, 4, 6, 10), {"layout": "BCTHW"}, "invalid_latents", "latents.shape", "has 3 (dimension 1)"),
+        ],
+    )
+    def test_latents_that_do_not_lie_as_the_request_says_are_422(
+        self, client, service, body_of, latents_of, shape, fields, kind, param, words
+    ):
+        reply = client.post("/decode", content=body_of(latents_of(*shape), **fields))
+        assert words in check(reply, 422, kind, param)
+        assert not service.jobs
+        wanted = client.post("/plan", json={"shape": list(shape), **fields})
+        assert words in check(wanted, 422, kind, param.removeprefix("latents."))
+
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     def test_one_value_that_is_not_finite_is_422(self, client, service, body_of, latents_of, value):
         latents = latents_of()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
-from decode_client.wire import FORMATS, MODES
+from decode_client.wire import FORMATS, LAYOUTS, MODES, DecodeRequest
 
 from decode_service.http.replies import MAX_PLAN_HEADER_CHARS, plan_header
 from decode_service.http.requests import PlanRequest
@@ -33,6 +34,18 @@ def test_plan_shows_the_plan_without_decoding(client, service):
     assert not service.jobs
 
 
+def test_plan_takes_latents_as_decode_takes_them(client, service):
+    expected = {"plan": service.plan((1, 4, 6, 10)).public()}
+    for body in (
+        {"shape": [1, 15, 16], "layout": "packed", "height": 48, "width": 80},
+        {"shape": [1, 15, 16], "height": 48, "width": 80},
+        {"shape": [4, 6, 10], "layout": "CHW"},
+    ):
+        assert client.post("/plan", json=body).json() == expected
+    video = client.post("/plan", json={"shape": [1, 3, 4, 6, 10], "layout": "BTCHW", "frames": 9}).json()["plan"]
+    assert video["output"] == {"frames": 9, "height": 48, "width": 80}
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param", "hint"),
     [
@@ -53,6 +66,11 @@ def test_plan_shows_the_plan_without_decoding(client, service):
         (b'{"shape": [1, 4, 6, 10], "mdoe": "tile"}', 422, "mdoe", "'mode'"),
         (b'{"shape": [1, 4, 6, 10], "mode": "tiles"}', 422, "mode", "'tile'"),
         (b'{"shape": [1, 4, 6, 10], "strict": "yes"}', 422, "strict", "boolean"),
+        (b'{"shape": [1, 4, 6, 10], "layout": "NCHW"}', 422, "layout", "'packed'"),
+        (b'{"shape": [1, 15, 16], "height": 48.0, "width": 80}', 422, "height", "integer"),
+        (b'{"shape": [1, 15, 16], "height": 0, "width": 80}', 422, "height", "1"),
+        (b'{"shape": [1, 15, 16], "layout": "packed"}', 422, "height", "needed"),
+        (b'{"shape": [1, 4, 6, 10], "seed": 1}', 422, "seed", "unknown field"),
         (b'{"shape": [1, 4, 6, 10], "model": "wan"}', 404, "model", "lab/nearest"),
         (b'{"shape": [' + b"1," * 40000 + b"1]}", 413, None, "65536"),
     ],
@@ -68,7 +86,9 @@ def test_the_openapi_document_describes_the_msgpack_request(client):
     document = client.get("/openapi.json").json()
     operation = document["paths"]["/decode"]["post"]
     schema = operation["requestBody"]["content"]["application/msgpack"]["schema"]
+    assert set(schema["properties"]) == {field.name for field in dataclasses.fields(DecodeRequest)}
     assert schema["properties"]["mode"]["enum"] == list(MODES)
+    assert schema["properties"]["layout"]["enum"] == list(LAYOUTS)
     assert schema["properties"]["output"]["properties"]["format"]["enum"] == list(FORMATS)
     assert "application/msgpack" in operation["responses"]["200"]["content"]
     assert "video/mp4" in operation["responses"]["200"]["content"]
@@ -77,6 +97,7 @@ def test_the_openapi_document_describes_the_msgpack_request(client):
 
 def test_plan_requests_know_the_modes_of_the_wire():
     assert set(PlanRequest.model_json_schema()["properties"]["mode"]["enum"]) == set(MODES)
+    assert set(PlanRequest.model_json_schema()["properties"]["layout"]["enum"]) == set(LAYOUTS)
 
 
 def test_a_long_plan_still_fits_a_header():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import email.utils
 import json
 import logging
+import operator
 import platform
 import random
 import re
@@ -315,7 +316,8 @@ def plan_flow(
     fields |= {"height": height, "width": width, "frames": frames, "layers": layers}
     fields |= {"mode": mode, "strict": strict, "collect": collect, "chunk": chunk}
     wanted = {"shape": [int(extent) for extent in shape]} | {k: v for k, v in fields.items() if v is not None}
-    content = json.dumps(wanted).encode()
+    # Numpy's integers are as good as Python's.
+    content = json.dumps(wanted, default=operator.index).encode()
     call = Call(
         "POST",
         "/plan",
