@@ -181,6 +181,8 @@ class CompileConfig(Section):
 class WarmupConfig(Section):
     """Latent shapes decoded in the constructor, through the ordinary path, before the service reports ready.
 
+    They are shapes as ``vae.decode`` takes them, also where requests come in another layout.
+
     Shapes of video families need two latent frames or more, because one never reaches the graph of the later frames; the
     engine checks that, once it knows the family.
     """

@@ -52,7 +52,7 @@ class DecodePlan:
         exact: whether the pixels are those of an undivided decode (tiles are an approximation of it).
         tiles: tile geometry, in tile mode.
         owners: the rank of every tile (row by row; for clip-wise families clip by clip), in tile mode.
-        latent_shape: the latents the plan was made for, always 5-D or 4-D as sent.
+        latent_shape: the latents the plan was made for, as ``vae.decode`` takes them: 4-D or 5-D, whatever was sent.
         output_frames, output_height, output_width: extents of the decoded picture, in frames and pixels.
     """
 

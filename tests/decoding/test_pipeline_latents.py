@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from decode_service.decoding.families import FAMILIES
+from decode_service.decoding.rank import RankDecoder
 from decode_service.planning.conditioning import Conditioning, conditioning_of
 from decode_service.planning.layouts import Layout
+from decode_service.planning.planner import Policy, make_plan
 from tests.decoding import models
-from tests.decoding.family_checks import decoded
+from tests.decoding.family_checks import CPU, MODEL_RANGE, decoded
 from tests.decoding.harness import latents_of
 from tests.decoding.pipelines import finish, method
 from tests.decoding.test_cogvideox import model as cogvideox
@@ -289,3 +291,25 @@ def test_noise_is_mixed_in_half_precision_as_the_pipeline_rounds_it(dtype: torch
     scale = torch.tensor([0.3], dtype=dtype)[:, None, None, None, None]
     expected = (1 - scale) * latents + scale * noise
     assert torch.equal(family.noised(latents, noise, 0.3, denormalize=False), expected)
+
+
+def test_a_retry_in_float32_has_the_noise_of_the_first_try() -> None:
+    """Half precision draws other numbers from the same seed, and the retry is for the same request."""
+    vae = ltx(timestep_conditioning=True, **RESIDUAL).bfloat16()
+    family = FAMILIES["AutoencoderKLLTXVideo"](vae, "tiny")
+    latents = latents_of((1, 4, 2, 3, 5))
+    plan = make_plan(family.spec, tuple(latents.shape), group_size=1, policy=Policy())
+    part = RankDecoder(family, device=CPU).decode(
+        plan,
+        latents.numpy(),
+        "float32",
+        denormalize=False,
+        pixels=MODEL_RANGE,
+        conditioning=Conditioning(0.05, 0.3, 2),
+        precision="float32",
+    )
+    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(2), dtype=torch.bfloat16).float()
+    with torch.inference_mode():
+        expected = vae.float().decode((1 - 0.3) * latents + 0.3 * noise, torch.tensor([0.05])).sample
+    assert part.array is not None
+    torch.testing.assert_close(torch.from_numpy(part.array), expected, atol=TOLERANCE, rtol=0)

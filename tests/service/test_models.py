@@ -145,6 +145,17 @@ def test_tiles_give_the_pixels_of_diffusers_tiled(served: Served, model: str, sh
     assert plan["ranks"] == 2
 
 
+def test_packed_and_unbatched_latents_are_the_picture_of_the_others(served: Served) -> None:
+    latents = latents_of((1, 4, 6, 10))
+    packed = latents.view(1, 4, 3, 2, 5, 2).permute(0, 2, 4, 1, 3, 5).reshape(1, 15, 16)
+    with served.client("qwen_image") as client:
+        expected = client.decode(latents, denormalize=True).numpy()
+        for sent, told in ((packed, {"height": 48, "width": 80}), (latents[0], {})):
+            result = client.decode(sent, denormalize=True, **told)
+            np.testing.assert_array_equal(result.numpy(), expected)
+            assert client.plan(sent.shape, **told)["output"] == {"frames": 1, "height": 48, "width": 80}
+
+
 def test_minimax_h3_is_decoded_by_its_own_tiles_only(served: Served) -> None:
     vae = served.references["minimax_h3"]
     latents = latents_of((1, 4, 7, 17, 5))
@@ -211,6 +222,8 @@ BAD: dict[str, tuple[Callable[[], bytes], int, str]] = {
     "an unknown dtype": (lambda: request({"dtype": "float64"}), 422, "bfloat16"),
     "wrong channels": (lambda: request(zeros(1, 48, 1, 4, 4)), 422, "Wan 2.2 5B"),
     "too few dimensions": (lambda: request(zeros(16, 4, 4)), 422, "(B,C,T,H,W)"),
+    "packed latents of no extents": (lambda: request(zeros(1, 6, 64), layout="packed"), 422, "height is needed"),
+    "a seed for nothing": (lambda: request(seed=1), 422, "no timestep conditioning"),
     "a size that does not fit": (lambda: request({"data": b"1234"}), 422, "bytes"),
     "no extent": (lambda: request({"shape": [1, 16, 1, 0, 4], "data": b""}), 422, ""),
     "an absurd extent": (lambda: request({"shape": [1, 16, 1, 2**31, 4]}), 422, ""),

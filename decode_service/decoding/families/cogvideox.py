@@ -19,8 +19,8 @@ class CogVideoXFamily(PassesFamily):
     GroupNorm takes its statistics over the frames of a chunk, so the chunks are the model's own and not free. It takes
     them over the whole picture too: sharding merges them and is exact, tiles only approximate.
 
-    Latents are (B,C,T,H,W), as ``vae.decode`` takes them. The pipeline's own latents are (B,T,C,H,W); of version 1.5 they
-    begin with frames that pad the transformer's patches, which the pipeline drops before it decodes.
+    Latents are (B,C,T,H,W), as ``vae.decode`` takes them. The pipeline's own are (B,T,C,H,W), which is layout ``BTCHW``; of
+    version 1.5 they begin with frames that pad the transformer's patches, which the pipeline drops before it decodes.
     """
 
     class_names = ("AutoencoderKLCogVideoX",)

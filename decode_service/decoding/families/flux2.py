@@ -17,7 +17,7 @@ class Flux2Family(ImageFamily):
     """``AutoencoderKLFlux2``: the decoder of AutoencoderKL on 32 channels, normalized by the statistics in ``vae.bn``.
 
     The denoiser works on latents packed 2x2 into 128 channels; ``vae.decode``, and so this family, takes the 32 channels
-    that ``_unpatchify_latents`` of the pipeline makes of them.
+    that ``_unpatchify_latents`` of the pipeline makes of them. Both packed forms, the sequence and the grid, are layouts.
     """
 
     class_names = ("AutoencoderKLFlux2",)

@@ -20,8 +20,9 @@ class TemporalDecoderFamily(PassesFamily):
     """``AutoencoderKLTemporalDecoder``.
 
     Latents are (B,C,T,H,W) as for every video family here; diffusers takes the frames as a batch, (B*T,C,H,W), with
-    ``num_frames=T``. All frames of a video are decoded together. Its layers look both ways in time and GroupNorm takes its
-    statistics over all frames, so a video decoded in parts (the pipeline's ``decode_chunk_size``) is another video.
+    ``num_frames=T``, and the pipeline's own are (B,T,C,H,W), which is layout ``BTCHW``. All frames of a video are decoded
+    together, which is the pipeline's default. Its layers look both ways in time and GroupNorm takes its statistics over all
+    frames, so a video decoded in parts (a smaller ``decode_chunk_size``) is another video.
     """
 
     class_names = ("AutoencoderKLTemporalDecoder",)
