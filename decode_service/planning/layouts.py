@@ -105,7 +105,8 @@ def arrange(spec: ModelSpec, shape: tuple[int, ...], layout: Layout) -> Arrangem
     made = (
         _patchified(spec, shape) if name == "patchified" else _plain(spec, shape, name, explicit=layout.name != "auto")
     )
-    _check_extents(spec, made.latent_shape, layout)
+    if made.latent_shape[1] == spec.latent_channels:
+        _check_extents(spec, made.latent_shape, layout)
     return made
 
 

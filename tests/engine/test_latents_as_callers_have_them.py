@@ -107,6 +107,12 @@ def test_layouts_of_a_video_model(tiny_wan: TinyWan) -> None:
                 assert np.abs(result.numpy() - expected).max() < 1e-5, told
                 shown = await client.plan(sent.shape, **told)
                 assert shown["output"] == result.plan["output"] == {"frames": 5, "height": 24, "width": 32}
+            half = torch.from_numpy(latents).bfloat16()
+            whole, moved = [
+                await client.decode(sent, layout=layout, dtype="float32")
+                for sent, layout in ((half, "BCTHW"), (half.transpose(1, 2), "BTCHW"))
+            ]
+            np.testing.assert_array_equal(moved.numpy(), whole.numpy())
             for told, param, words in (
                 ({"seed": 1}, "seed", "no timestep conditioning"),
                 ({"timestep": 0.05}, "timestep", "no timestep conditioning"),

@@ -190,7 +190,7 @@ class TestPlain:
         np.testing.assert_array_equal(arranged(COGVIDEOX, square), square)
         np.testing.assert_array_equal(arranged(COGVIDEOX, square, name="BTCHW"), square.swapaxes(1, 2))
         # Not rearranged, so that ``validate_latents`` refuses it.
-        assert arrange(COGVIDEOX, (1, 3, 16, 4, 5), Layout()).latent_shape == (1, 3, 16, 4, 5)
+        assert arrange(COGVIDEOX, (1, 3, 16, 4, 5), Layout(frames=9)).latent_shape == (1, 3, 16, 4, 5)
 
     @pytest.mark.parametrize("name", ["auto", "named"])
     def test_latents_without_a_batch_become_a_batch_of_one(self, name: str) -> None:
