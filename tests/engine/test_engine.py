@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -46,6 +47,19 @@ async def serving(config: ServiceConfig, faults: Faults | None = None) -> AsyncI
         yield engine
     finally:
         await engine.close()
+
+
+async def held_until(engine: DecodeEngine, faults: Faults, *, rank: int, waiting: int) -> None:
+    """Let the decode that ``rank`` does next last until so many requests wait."""
+    enough = threading.Event()
+    faults.on(rank, lambda task: _within(30, enough))
+    while engine.describe()["queue"]["waiting"] < waiting:
+        await asyncio.sleep(0.005)
+    enough.set()
+
+
+def _within(seconds: float, event: threading.Event) -> None:
+    assert event.wait(seconds)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -105,14 +119,15 @@ def test_small_requests_run_at_the_same_time_and_do_not_mix(tiny_wan: TinyWan) -
 
 def test_sixteen_requests_at_once_run_one_per_rank_and_one_alone_on_all(tiny_wan: TinyWan, faults: Faults) -> None:
     async def test() -> None:
-        requests = [tiny_wan.latents(2, 9, 10, seed=seed) for seed in range(16)]
-        async with serving(tiny_wan.config(), faults) as engine:
-            outcomes = await asyncio.gather(*(engine.decode(job(latents)) for latents in requests))
+        requests = [tiny_wan.latents(1, 5, 6, seed=seed) for seed in range(16)]
+        async with serving(tiny_wan.config(policy={"direct_max_pixels": 0}), faults) as engine:
+            all_wait = held_until(engine, faults, rank=0, waiting=15)
+            _, *outcomes = await asyncio.gather(all_wait, *(engine.decode(job(latents)) for latents in requests))
             for latents, outcome in zip(requests, outcomes, strict=True):
                 assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
-            # The first one found the group idle, and so may the last.
+            # The first one found the group idle.
             direct = [outcome for outcome in outcomes if outcome.plan.mode == "direct"]
-            assert len(direct) >= 14 and all("one rank each" in outcome.plan.reason for outcome in direct)
+            assert len(direct) == 15 and all("one rank each" in outcome.plan.reason for outcome in direct)
             each = [sum(rank == on and task.plan.mode == "direct" for on, task in faults.tasks) for rank in (0, 1)]
             assert min(each) >= 4, "both ranks decoded, at the same time"
             alone = await engine.decode(job(requests[0]))
@@ -300,8 +315,11 @@ def test_what_does_not_fit_the_one_rank_that_load_gave_it_is_shared(tiny_wan: Ti
         latents = tiny_wan.latents(2, 9, 10)
         async with serving(tiny_wan.config(), faults) as engine:
             # The first request is decoded by both ranks, the other two by one each.
-            faults.on(1, lambda task: None, raising(torch.OutOfMemoryError("CUDA out of memory")))
-            outcomes = await asyncio.gather(*(engine.decode(job(latents)) for _ in range(3)))
+            both_wait = held_until(engine, faults, rank=1, waiting=2)
+            requests = asyncio.gather(both_wait, *(engine.decode(job(latents)) for _ in range(3)))
+            await asyncio.sleep(0)
+            faults.on(1, raising(torch.OutOfMemoryError("CUDA out of memory")))
+            _, *outcomes = await requests
         shared = [outcome.plan for outcome in outcomes if outcome.plan.fallback]
         assert [plan.fallback for plan in shared] == ["direct ran out of memory"]
         assert shared[0].mode == "spatial_shard_width"
@@ -316,16 +334,23 @@ def test_a_flood_of_one_caller_keeps_another_waiting_for_one_turn(tiny_wan: Tiny
         latents = tiny_wan.latents(2, 4, 4)
         config = tiny_wan.config(group={"ranks": 1}, limits={"max_queued": 8})
         async with serving(config, faults) as engine:
-            faults.on(0, lambda task: time.sleep(0.5))
+            held = threading.Event()
+            faults.on(0, lambda task: _within(30, held))
             flood = [
                 asyncio.create_task(engine.decode(job(latents, caller="flood", request_id="flood"))) for _ in range(8)
             ]
-            await asyncio.sleep(0.1)
-            await engine.decode(job(latents, caller="single", request_id="single"))
+            while engine.describe()["queue"]["waiting"] < 7:
+                await asyncio.sleep(0.005)
+            single = asyncio.create_task(engine.decode(job(latents, caller="single", request_id="single")))
+            while engine.describe()["queue"]["callers"] < 2:
+                await asyncio.sleep(0.005)
+            held.set()
+            await single
             assert [task.request_id for _, task in faults.tasks].index("single") <= 2
             ended = await asyncio.gather(*flood, return_exceptions=True)
-            # The queue was full: the flood's newest made room.
-            assert [isinstance(end, QueueFullError) for end in ended] == [False] * 7 + [True]
+            # The queue was full: one of the flood made room.
+            refused = [str(end) for end in ended if isinstance(end, QueueFullError)]
+            assert len(refused) == 1 and "gave way to another caller's" in refused[0] and "8 of its 8" in refused[0]
 
     run(test)
 

@@ -263,10 +263,13 @@ def test_a_job_that_can_do_with_either_is_asked_when_it_starts_not_when_it_comes
         assert loads[1:] == [Load(waiting=2), Load(waiting=1, running=1)]
         jobs.finish("a", "b")
         await settle()
-        # Both ended at once, so the last one has the group for itself again.
-        assert jobs.ranks["c"] in ([0, 1], [0])
+        assert jobs.ranks["c"] == [0] and loads[3:] == [Load(running=1)]
         jobs.finish("c")
-        assert await asyncio.gather(*tasks) == ["first", "a", "b", "c"]
+        tasks.append(asyncio.create_task(scheduler.run(jobs.job("last"), gang=gang)))
+        await settle()
+        assert jobs.ranks["last"] == [0, 1], "it has the group for itself again"
+        jobs.finish("last")
+        assert await asyncio.gather(*tasks) == ["first", "a", "b", "c", "last"]
 
     run(test)
 
