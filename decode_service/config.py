@@ -158,6 +158,9 @@ class PolicyConfig(Section):
     Attributes:
         mode: mode of requests that ask for ``auto``; ``auto`` itself lets the planner choose.
         direct_max_pixels: a frame of at most so many pixels (height x width) is decoded by one rank.
+        busy_direct_max_pixels: while there are as many requests as ranks, a request of at most so many pixels in all
+            (batch x frames x height x width) is decoded by one rank too, so that every rank has its own; larger ones
+            would take one rank too long. 0: the load decides nothing. The default holds 81 frames of 480 x 832.
         strict: default of the request's ``strict``.
         chunk: latent frames per decoder pass after the first, for causal families.
         collect: default of the request's ``collect``.
@@ -166,6 +169,7 @@ class PolicyConfig(Section):
 
     mode: Literal["auto", "direct", "batch", "tile", "spatial_shard_height", "spatial_shard_width"] = "auto"
     direct_max_pixels: int = Field(default=512 * 512, ge=0)
+    busy_direct_max_pixels: int = Field(default=32 << 20, ge=0)
     strict: Switch = False
     chunk: int = Field(default=1, ge=1)
     collect: Literal["shards", "rank0", "broadcast"] = "shards"
@@ -205,7 +209,7 @@ class LimitsConfig(Section):
     Attributes:
         max_body_bytes: size of a request body.
         max_output_pixels: batch x frames x height x width of the decoded picture.
-        max_queued: requests that wait or run; more are answered 503.
+        max_queued: requests that wait or run; more are answered 503, first those of the caller that has most.
         default_deadline_s: deadline of requests that name none.
     """
 

@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from decode_service.engine.protocol import (
     Readiness,
 )
 from decode_service.engine.runs import Run, difference_between, outcome_of
-from decode_service.engine.scheduler import Scheduler
+from decode_service.engine.scheduler import Gang, Scheduler
 from decode_service.errors import (
     DeadlineExceededError,
     DecodeServiceError,
@@ -48,6 +48,7 @@ from decode_service.errors import (
 )
 from decode_service.planning.conditioning import conditioning_of
 from decode_service.planning.layouts import Layout, arrange, layouts
+from decode_service.planning.load import Load, full
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import Policy, make_plan, validate_latents
 from decode_service.planning.spec import ModelSpec
@@ -55,6 +56,8 @@ from decode_service.planning.spec import ModelSpec
 logger = logging.getLogger("decode_service.engine")
 
 REBUILD_WINDOW_S = 600.0
+
+Replan = Callable[[Load], DecodePlan]
 
 _NUMPY_DTYPES = {"uint8": np.uint8, "float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
 
@@ -74,6 +77,7 @@ class DecodeEngine:
         self._policy = Policy(
             mode=config.policy.mode,
             direct_max_pixels=config.policy.direct_max_pixels,
+            busy_direct_max_pixels=config.policy.busy_direct_max_pixels,
             strict=config.policy.strict,
             chunk=config.policy.chunk,
             collect=config.policy.collect,
@@ -171,7 +175,11 @@ class DecodeEngine:
             "warm_shapes": [list(shape) for shape in self._warm_shapes],
             "state": self._state,
             "warnings": list(self._warnings),
-            "queue": {"waiting": self._scheduler.waiting, "running": self._scheduler.running},
+            "queue": {
+                "waiting": self._scheduler.waiting,
+                "running": self._scheduler.running,
+                "callers": self._scheduler.callers,
+            },
         }
 
     def plan(
@@ -184,7 +192,7 @@ class DecodeEngine:
         collect: str | None = None,
         chunk: int | None = None,
     ) -> DecodePlan:
-        """Validate the shape against the model and the limits, and plan it, without decoding; see ``DecodeService``."""
+        """Validate the shape against the model and the limits, and plan it for an idle group; see ``DecodeService``."""
         arranged = arrange(self.spec, latent_shape, layout or Layout()).latent_shape
         return self._plan(arranged, mode=mode, strict=strict, collect=collect, chunk=chunk)
 
@@ -210,16 +218,22 @@ class DecodeEngine:
                 "(limits.max_output_pixels)",
                 param="latents.shape",
             )
-        return make_plan(
-            spec,
-            latent_shape,
-            group_size=self._group.size,
-            policy=self._policy,
-            mode=mode,
-            strict=strict,
-            collect=collect,
-            chunk=chunk,
+        return self._plan_beside(
+            Load(), latent_shape=latent_shape, mode=mode, strict=strict, collect=collect, chunk=chunk
         )
+
+    def _plan_beside(self, load: Load, *, latent_shape: tuple[int, ...], **wishes: Any) -> DecodePlan:
+        return make_plan(self.spec, latent_shape, group_size=self._group.size, policy=self._policy, load=load, **wishes)
+
+    def _replan(self, plan: DecodePlan, **wishes: Any) -> Replan | None:
+        """How the request of ``plan`` is planned for the load at its start; None where no load makes a difference."""
+
+        def replan(load: Load) -> DecodePlan:
+            return self._plan_beside(load, latent_shape=plan.latent_shape, **wishes)
+
+        if plan.axis is None or _needs_all_ranks(replan(full(self._group.size))):
+            return None
+        return replan
 
     async def decode(self, job: DecodeJob) -> DecodeOutcome:
         """Validate, plan, queue and decode; see ``DecodeService``."""
@@ -230,9 +244,8 @@ class DecodeEngine:
                 f"pixels are one of {', '.join(_NUMPY_DTYPES)}, got {job.pixels.dtype!r}", param="output.dtype"
             )
         arrangement = arrange(self.spec, job.latents.shape, job.layout)
-        plan = self._plan(
-            arrangement.latent_shape, mode=job.mode, strict=job.strict, collect=job.collect, chunk=job.chunk
-        )
+        wishes: dict[str, Any] = {"mode": job.mode, "strict": job.strict, "collect": job.collect, "chunk": job.chunk}
+        plan = self._plan(arrangement.latent_shape, **wishes)
         conditioning = conditioning_of(self.spec, job.timestep, job.noise_scale, job.seed)
         if not await asyncio.to_thread(job.latents.is_finite):
             raise NonFiniteLatentsError("the latents hold NaN or Inf", param="latents.data")
@@ -254,6 +267,8 @@ class DecodeEngine:
             job.latents,
             deadline=begun + wished_s,
             may_change_plan=not (strict and forced),
+            caller=job.caller,
+            replan=self._replan(plan, **wishes),
         )
         timings = {**run.timings_ms, "total": (time.monotonic() - begun) * 1e3}
         outcome = outcome_of(run, job.pixels.dtype, timings)
@@ -280,19 +295,39 @@ class DecodeEngine:
         deadline: float | None = None,
         may_change_plan: bool = False,
         admitted: bool = False,
+        caller: str = "",
+        replan: Replan | None = None,
     ) -> Run:
         """Run ``task``, with one retry for each kind of failure that a retry can help.
 
-        ``admitted`` is for the engine's own decodes, which no bound on requests may stop.
+        ``admitted`` is for the engine's own decodes, which no bound on requests may stop. ``replan`` makes the plan anew
+        when the ranks are there.
 
         Raises:
             DecodeServiceError: if it can't be decoded.
         """
         answered: set[str] = set()
+
+        def needs_all_ranks(load: Load) -> bool:
+            nonlocal task
+            if replan is not None:
+                task = dataclasses.replace(task, plan=replan(load))
+            return _needs_all_ranks(task.plan)
+
+        def decided() -> RankTask:
+            return task
+
         while True:
             error: RankError | None = None
             try:
-                run = await self._run_once(task, latents, deadline=deadline, admitted=admitted or bool(answered))
+                run = await self._run_once(
+                    decided,
+                    latents,
+                    gang=_needs_all_ranks(task.plan) if replan is None else needs_all_ranks,
+                    caller=caller,
+                    deadline=deadline,
+                    admitted=admitted or bool(answered),
+                )
             except RankError as raised:
                 error = raised
             # Outside the except block, so that nothing of the failed attempt is held while the next one runs.
@@ -305,6 +340,7 @@ class DecodeEngine:
             await self._recovered(deadline)
             if error.kind == "out_of_memory":
                 task = self._with_cheaper_plan(task, error, answered, may_change_plan)
+                replan = None
                 continue
             # A failed compilation does not count as the one retry of a broken group: it can't happen twice.
             answer = "compile" if error.kind == "compile" else "group"
@@ -313,11 +349,21 @@ class DecodeEngine:
             answered.add(answer)
             logger.warning("decoding request %s again after: %s", task.request_id or "-", error)
 
-    async def _run_once(self, task: RankTask, latents: WireTensor, *, deadline: float | None, admitted: bool) -> Run:
+    async def _run_once(
+        self,
+        decided: Callable[[], RankTask],
+        latents: WireTensor,
+        *,
+        gang: Gang,
+        caller: str,
+        deadline: float | None,
+        admitted: bool,
+    ) -> Run:
+        """Queue a run. ``decided`` is asked for the task once ``gang`` has been."""
         submitted = time.monotonic()
-        gang = _needs_all_ranks(task.plan)
 
         async def work(ranks: Sequence[int]) -> Run:
+            task = decided()
             if self._state == "closed":
                 raise NotReadyError("the service is shutting down")
             if not self.healthy():
@@ -327,7 +373,7 @@ class DecodeEngine:
                 parts = await self._group.run(task, latents, ranks)
             except RankError as error:
                 # Asked for here, while this job still holds its ranks, so that no other job starts in between.
-                self._ask_for_recovery(error, gang)
+                self._ask_for_recovery(error, _needs_all_ranks(task.plan))
                 raise
             put = max(part.timings_ms.get("put", 0.0) for part in parts)
             decode = max(part.timings_ms.get("decode", 0.0) for part in parts)
@@ -340,7 +386,10 @@ class DecodeEngine:
             }
             return Run(task.plan, parts, timings)
 
-        return await self._scheduler.run(work, gang=gang, deadline=deadline, admitted=admitted)
+        pixels = decided().plan.output_pixels
+        return await self._scheduler.run(
+            work, gang=gang, caller=caller, pixels=pixels, deadline=deadline, admitted=admitted
+        )
 
     def _in_float32(self, task: RankTask, answered: set[str]) -> RankTask:
         """The task for another try after NaN or Inf in the pixels.
@@ -556,12 +605,15 @@ class DecodeEngine:
                 plan = self._plan(shape)
                 data = np.random.default_rng(0).standard_normal(shape, np.float32)
                 latents = WireTensor("float32", shape, data.tobytes())
-                task = RankTask(plan, request_id="warm-up")
-                # A plan for one rank runs on whichever is idle, so each rank has to be warm: as many at once as there
-                # are ranks get one each.
-                copies = 1 if _needs_all_ranks(plan) else self._group.size
-                runs = [self._run_to_the_end(task, latents, admitted=True) for _ in range(copies)]
-                await asyncio.gather(*runs)
+                replan = self._replan(plan)
+                # Both ways in which requests of this shape are decoded, on an idle group and on a busy one.
+                for each in [plan] if replan is None else [plan, replan(full(self._group.size))]:
+                    task = RankTask(each, request_id="warm-up")
+                    # A plan for one rank runs on whichever is idle, so each rank has to be warm: as many at once as
+                    # there are ranks get one each.
+                    copies = 1 if _needs_all_ranks(each) else self._group.size
+                    runs = [self._run_to_the_end(task, latents, admitted=True) for _ in range(copies)]
+                    await asyncio.gather(*runs)
             except DecodeServiceError as error:
                 logger.warning("warm-up of %s failed: %s", list(shape), error)
                 self._warnings.append(f"warm-up of {list(shape)} failed: {error}")

@@ -35,6 +35,7 @@ class DecodeJob:
         pixels: what the ranks return.
         deadline_s: seconds from now after which nobody waits for the pixels, or None.
         request_id: for logs and replies.
+        caller: who asks; callers take turns in the queue. Any string; jobs of the same one are decoded in order.
     """
 
     latents: WireTensor
@@ -50,6 +51,7 @@ class DecodeJob:
     pixels: PixelFormat = field(default_factory=PixelFormat)
     deadline_s: float | None = None
     request_id: str = ""
+    caller: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -297,7 +299,7 @@ class DecodeService(Protocol):
         collect: str | None = None,
         chunk: int | None = None,
     ) -> DecodePlan:
-        """Validate the shape against the model and the limits, and plan it, without decoding.
+        """Validate the shape against the model and the limits, and plan it for an idle group, without decoding.
 
         Args:
             latent_shape: of the latents as they are sent.

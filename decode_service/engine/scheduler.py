@@ -1,8 +1,14 @@
-"""Who decodes when: a bounded first-in-first-out queue over the ranks of one group.
+"""Who decodes when: a bounded queue over the ranks of one group, fair to callers, from which no job is starved.
 
-A job takes all ranks (a *gang* job, one that uses the group's communicator) or any single one, so that a queue of small
-requests runs one per rank at the same time. Jobs start strictly in order: a gang job at the head waits for ranks to
-become idle and nothing overtakes it, hence a stream of small jobs cannot starve it.
+A job takes all ranks (a *gang* job, one that uses the group's communicator) or any single one. Some can do with either:
+they are asked when they are about to start, because what is better depends on what else there is to do then.
+
+Callers take turns, one job each, and jobs of one caller start in order; retries and recovery go before all turns. Whoever
+is next starts next: a gang job whose turn it is waits for all ranks, and nothing overtakes it meanwhile, not even on
+ranks that are idle. How long a small job takes is not known, so it could not be promised that the gang job starts no
+later. So a job with k others of its caller before it waits for at most k + 1 turns of each other caller.
+
+Where the queue is full, a caller that has much in it gives way to one that has less.
 
 Pure asyncio: no Ray, no torch. All methods belong to one event loop.
 """
@@ -13,17 +19,20 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from decode_service.engine.fair_queue import FairQueue
 from decode_service.errors import DeadlineExceededError, QueueFullError
+from decode_service.planning.load import Load
 
 logger = logging.getLogger("decode_service.engine")
 
 T = TypeVar("T")
 Work = Callable[[Sequence[int]], Awaitable[T]]
+Gang = bool | Callable[[Load], bool]
 
 
 @dataclass(eq=False)
@@ -32,25 +41,31 @@ class _Ticket(Generic[T]):
 
     Attributes:
         work: what to do with the ranks that it is given.
-        gang: whether it needs all ranks.
+        gang: whether it needs all ranks, or a function that says so for the load at its start.
         result: what the work returned or raised; cancelled if it left the queue before it started.
+        caller: who takes a turn for it.
+        pixels: how much work it is.
         exclusive: whether it goes before everything that waits.
         started: whether it holds ranks.
+        holds_all: whether it holds all of them.
     """
 
     work: Work[T]
-    gang: bool
+    gang: Gang
     result: asyncio.Future[T]
+    caller: str = ""
+    pixels: int = 1
     exclusive: bool = False
     started: bool = False
+    holds_all: bool = False
 
 
 class Scheduler:
-    """Starts jobs on idle ranks, in order.
+    """Starts jobs on idle ranks, caller by caller.
 
     Args:
         ranks: number of ranks.
-        max_jobs: jobs that wait or run; ``run`` refuses more.
+        max_jobs: jobs that wait or run; more are refused.
     """
 
     def __init__(self, ranks: int, *, max_jobs: int) -> None:
@@ -59,8 +74,8 @@ class Scheduler:
         self._idle = list(range(ranks))
         self._size = ranks
         self._max_jobs = max_jobs
-        self._queue: deque[_Ticket[Any]] = deque()
-        self._running: set[asyncio.Task[None]] = set()
+        self._queue: FairQueue[_Ticket[Any]] = FairQueue()
+        self._running: dict[asyncio.Task[None], _Ticket[Any]] = {}
         # Work runs in the context of the scheduler, not in that of the request that submitted it. Ray keeps the current
         # task in a context variable and cancels the children of a cancelled request: actor calls made in the request's
         # own context could be withdrawn from one rank and not from another, in the middle of a collective.
@@ -77,10 +92,24 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def callers(self) -> int:
+        """Callers that have jobs in the queue."""
+        return self._queue.callers
+
+    @property
     def idle_ranks(self) -> int:
         return len(self._idle)
 
-    async def run(self, work: Work[T], *, gang: bool, deadline: float | None = None, admitted: bool = False) -> T:
+    async def run(
+        self,
+        work: Work[T],
+        *,
+        gang: Gang,
+        caller: str = "",
+        pixels: int = 1,
+        deadline: float | None = None,
+        admitted: bool = False,
+    ) -> T:
         """Queue ``work``, wait until it has run, and return its result.
 
         If the caller is cancelled, or its deadline passes, then a job that waits leaves the queue at once, and a job
@@ -88,24 +117,25 @@ class Scheduler:
 
         Args:
             work: called with the ranks it holds.
-            gang: whether it needs all ranks; otherwise it gets one.
+            gang: whether it needs all ranks; otherwise it gets one. A function is asked when the job could start, each
+                time, so that its last answer is the one that counts. It must not block.
+            caller: who takes a turn for it.
+            pixels: how much work it is, to compare it with others.
             deadline: ``time.monotonic()`` after which nobody waits for the result, or None.
             admitted: whether this continues a job that was admitted before (a retry), or is the service's own: it goes
                 to the head of the queue, and the bound does not apply.
 
         Raises:
-            QueueFullError: if too many jobs wait or run.
+            QueueFullError: if too many jobs wait or run: at once, or later, when it gives way to another caller's.
             DeadlineExceededError: if the deadline passes.
         """
-        if not admitted and self.waiting + self.running >= self._max_jobs:
-            raise QueueFullError(
-                f"{self.waiting} requests wait and {self.running} run; the limit is {self._max_jobs} together"
-            )
         timeout = None if deadline is None else deadline - time.monotonic()
         if timeout is not None and timeout <= 0:
             # Started first and given up after, it would hold the ranks for nobody.
             raise DeadlineExceededError("the deadline passed before the ranks were asked", param="deadline_ms")
-        ticket = self._submit(work, gang=gang, head=admitted)
+        if not admitted:
+            self._make_room(caller)
+        ticket = self._submit(work, gang=gang, head=admitted, caller=caller, pixels=pixels)
         try:
             # wait() neither cancels nor unwraps what it waits for, so the job is shielded from both ways out.
             await asyncio.wait([ticket.result], timeout=timeout)
@@ -132,39 +162,91 @@ class Scheduler:
     async def drain(self) -> None:
         """Return when no job waits or runs."""
         while self._queue or self._running:
-            await asyncio.wait(self._running or [ticket.result for ticket in self._queue])
+            await asyncio.wait(list(self._running) or [ticket.result for ticket in self._queue])
 
-    def _submit(self, work: Work[T], *, gang: bool, head: bool, exclusive: bool = False) -> _Ticket[T]:
-        ticket = _Ticket(work, gang, asyncio.get_running_loop().create_future(), exclusive)
+    def _submit(
+        self,
+        work: Work[T],
+        *,
+        gang: Gang,
+        head: bool,
+        exclusive: bool = False,
+        caller: str = "",
+        pixels: int = 1,
+    ) -> _Ticket[T]:
+        ticket = _Ticket(work, gang, asyncio.get_running_loop().create_future(), caller, pixels, exclusive)
         # A failure of a job that nobody waits for any more is the engine's to log, not asyncio's.
         ticket.result.add_done_callback(lambda result: result.cancelled() or result.exception())
         if head:
             # Behind what is exclusive: a retry that overtook the recovery could get the rank that is to be mended.
             ahead = 0 if exclusive else sum(waiting.exclusive for waiting in self._queue)
-            self._queue.insert(ahead, ticket)
+            self._queue.add_urgent(ticket, ahead)
         else:
-            self._queue.append(ticket)
+            self._queue.add(ticket, caller)
         self._start_what_fits()
         return ticket
 
+    def _make_room(self, caller: str) -> None:
+        """See to it that one more job of ``caller`` is within the bound.
+
+        In a full queue the newest job of the caller with most jobs gives way, as long as it still has no fewer than
+        ``caller`` afterwards: a flood displaces itself, and nobody who is alone is refused what is free.
+
+        Raises:
+            QueueFullError: if none gives way.
+        """
+        if self.waiting + self.running < self._max_jobs:
+            return
+        held = Counter(ticket.caller for ticket in (*self._queue, *self._running.values()))
+        for other, jobs in held.most_common():
+            newest = self._queue.newest(other)
+            if jobs < held[caller] + 2:
+                break
+            if newest is not None:
+                self._queue.remove(newest)
+                newest.result.set_exception(
+                    QueueFullError(
+                        f"this request gave way to another caller's: the queue is full, and {jobs} of its "
+                        f"{self._max_jobs} places were taken by requests of yours"
+                    )
+                )
+                return
+        raise QueueFullError(
+            f"{self.waiting} requests wait and {self.running} run; the limit is {self._max_jobs} together"
+        )
+
     def _leave(self, ticket: _Ticket[Any]) -> None:
-        if ticket.started:
+        if ticket.started or ticket.result.done():
             return
         self._queue.remove(ticket)
         ticket.result.cancel()
         self._start_what_fits()
 
     def _start_what_fits(self) -> None:
-        while self._queue:
-            ticket = self._queue[0]
-            needed = self._size if ticket.gang else 1
+        while self._idle and (ticket := self._queue.head()) is not None:
+            try:
+                gang = ticket.gang if isinstance(ticket.gang, bool) else ticket.gang(self._load_beside(ticket))
+            except Exception as error:
+                # Nobody else may be kept waiting by it.
+                self._queue.pop()
+                ticket.result.set_exception(error)
+                continue
+            needed = self._size if gang else 1
             if len(self._idle) < needed:
                 return
-            self._queue.popleft()
+            self._queue.pop()
             ranks, self._idle = self._idle[:needed], self._idle[needed:]
-            ticket.started = True
+            ticket.started, ticket.holds_all = True, gang
             task = asyncio.get_running_loop().create_task(self._carry_out(ticket, ranks), context=self._context)
-            self._running.add(task)
+            self._running[task] = ticket
+
+    def _load_beside(self, ticket: _Ticket[Any]) -> Load:
+        """What there is to do besides ``ticket``."""
+        return Load.beside(
+            ticket.pixels,
+            waiting=(other.pixels for other in self._queue if other is not ticket and other.gang is not True),
+            running=(other.pixels for other in self._running.values() if not other.holds_all),
+        )
 
     async def _carry_out(self, ticket: _Ticket[Any], ranks: list[int]) -> None:
         try:
@@ -181,6 +263,6 @@ class Scheduler:
         finally:
             task = asyncio.current_task()
             assert task is not None
-            self._running.discard(task)
+            del self._running[task]
             self._idle = sorted([*self._idle, *ranks])
             self._start_what_fits()

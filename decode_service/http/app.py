@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,6 +14,7 @@ from decode_service.engine.protocol import DecodeService
 from decode_service.errors import DecodeServiceError, NotReadyError
 from decode_service.http import openapi
 from decode_service.http.bodies import read_json, read_msgpack
+from decode_service.http.callers import caller_of
 from decode_service.http.disconnect import unless_disconnected
 from decode_service.http.errors import error_response, install_error_handlers
 from decode_service.http.replies import ChunkType, file_reply, tensor_reply
@@ -55,6 +57,7 @@ def create_app(service: DecodeService, *, chunk_type: ChunkType = "bytes") -> Fa
         job, output = await parse_decode(body, service, request_id, stages)
         # Only the job keeps the body alive from here on.
         del body
+        job = replace(job, caller=caller_of(request))
         stages.lap("parse")
         outcome = await unless_disconnected(request, service.decode(job))
         stages.add(outcome.timings_ms)

@@ -171,7 +171,16 @@ _REPLY_HEADERS: Schema = {
 }
 
 DECODE_REQUEST: Schema = {
-    "requestBody": {"required": True, "content": {MSGPACK_CONTENT_TYPE: {"schema": _DECODE_SCHEMA}}}
+    "parameters": [
+        {
+            "name": "X-Client-Id",
+            "in": "header",
+            "required": False,
+            "schema": {"type": "string", "maxLength": 128},
+            "description": "Who asks: callers take turns in the queue. Left out, it is the caller's address.",
+        }
+    ],
+    "requestBody": {"required": True, "content": {MSGPACK_CONTENT_TYPE: {"schema": _DECODE_SCHEMA}}},
 }
 
 PLAN_REQUEST: Schema = {

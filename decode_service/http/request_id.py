@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from typing import TypeGuard
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -17,11 +18,14 @@ MAX_CHARS = 128
 logger = logging.getLogger(__name__)
 
 
+def is_sane_id(offered: str | None) -> TypeGuard[str]:
+    """Whether ``offered`` is 1 to 128 printable ASCII characters: ids end up in logs and headers."""
+    return offered is not None and 0 < len(offered) <= MAX_CHARS and offered.isascii() and offered.isprintable()
+
+
 def sane_request_id(offered: str | None) -> str:
-    """``offered`` if it is 1 to 128 printable ASCII characters, else a new id: ids end up in logs and headers."""
-    if offered and len(offered) <= MAX_CHARS and offered.isascii() and offered.isprintable():
-        return offered
-    return uuid.uuid4().hex
+    """``offered`` if it is sane, else a new id."""
+    return offered if is_sane_id(offered) else uuid.uuid4().hex
 
 
 def request_id_of(scope: Scope) -> str:

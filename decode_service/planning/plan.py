@@ -89,6 +89,11 @@ class DecodePlan:
         """Whether every rank of the group must take part at the same time."""
         return self.ranks > 1 or self.collect == "broadcast"
 
+    @property
+    def output_pixels(self) -> int:
+        """Decoded pixels in all: batch x frames x height x width."""
+        return self.latent_shape[0] * self.output_frames * self.output_height * self.output_width
+
     def band(self, rank: int) -> Band | None:
         """The band of ``rank``, or None where it holds nothing or nothing is divided."""
         return self.bands[rank] if rank < len(self.bands) and self.bands[rank].size else None

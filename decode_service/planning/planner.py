@@ -1,8 +1,9 @@
-"""The planner: (model, latent shape, group size, policy, wish) -> ``DecodePlan``, as one pure function.
+"""The planner: (model, latent shape, group size, policy, wish, load) -> ``DecodePlan``, as one pure function.
 
 ``auto`` decides in this order: a tile-only model is tiled; several items are divided over the ranks; a frame small
 enough for one rank is decoded by one; otherwise the longer axis with at least as many latent rows as ranks is sharded,
-width on ties; a model that cannot be sharded is decoded by one rank; otherwise tiles. A forced mode is never reinterpreted silently: where it cannot run, the plan falls back to
+width on ties; a model that cannot be sharded is decoded by one rank; otherwise tiles. Where that divides a request that is not too large over all
+ranks, exactly, and there are as many requests as ranks (``Load``), one rank decodes it instead. A forced mode is never reinterpreted silently: where it cannot run, the plan falls back to
 tiles and says so, and ``strict`` makes that an error.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from decode_service.errors import InvalidLatentsError, InvalidRequestError, UnsupportedModeError
 from decode_service.planning.bands import Band, split
+from decode_service.planning.load import Load
 from decode_service.planning.plan import COLLECTS, MODES, SHARD_AXIS, Axis, Collect, DecodePlan, Mode
 from decode_service.planning.spec import ModelSpec
 from decode_service.planning.tiles import TileGrid, assign_largest_first
@@ -37,6 +39,7 @@ class Policy:
 
     mode: str = "auto"
     direct_max_pixels: int = 512 * 512
+    busy_direct_max_pixels: int = 32 << 20
     strict: bool = False
     chunk: int = 1
     collect: str = "shards"
@@ -92,6 +95,7 @@ def make_plan(
     strict: bool | None = None,
     collect: str | None = None,
     chunk: int | None = None,
+    load: Load | None = None,
 ) -> DecodePlan:
     """Decide how latents of ``latent_shape`` are decoded by a group of ``group_size`` ranks.
 
@@ -100,6 +104,7 @@ def make_plan(
         strict: whether a forced mode that cannot run is an error; None takes the policy's.
         collect: one of ``COLLECTS``; None takes the policy's.
         chunk: latent frames per decoder pass after the first; None takes the policy's.
+        load: what else the group has to do. Only ``auto`` heeds it, to choose between exact modes; None is nothing.
 
     Raises:
         InvalidLatentsError: the shape does not fit the model.
@@ -118,7 +123,7 @@ def make_plan(
 
     planner = _Planner(spec, latent_shape, group_size, policy, how, policy.chunk if chunk is None else chunk)
     if wished == "auto":
-        return planner.auto()
+        return planner.under(load or Load())
     return planner.forced(wished, policy.strict if strict is None else strict)
 
 
@@ -136,6 +141,16 @@ class _Planner:
         self.frames, self.height, self.width = spec.output_extents(shape)
         self.latent_frames = shape[2] if len(shape) == 5 else 1
         self.chunk = chunk if spec.chunked else 1
+
+    def under(self, load: Load) -> DecodePlan:
+        """``auto`` with something else to do: one rank where it shortens the queue and gives the same pixels."""
+        idle = self.auto()
+        # A broadcast keeps all ranks busy whoever decodes.
+        divided = idle.axis is not None and idle.collect != "broadcast"
+        if not divided or idle.output_pixels > self.policy.busy_direct_max_pixels or self.problem("direct"):
+            return idle
+        why = load.one_rank_each(self.size)
+        return idle if why is None else self.direct(why)
 
     def auto(self) -> DecodePlan:
         if self.spec.tile_only:

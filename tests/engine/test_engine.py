@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -46,6 +47,19 @@ async def serving(config: ServiceConfig, faults: Faults | None = None) -> AsyncI
         yield engine
     finally:
         await engine.close()
+
+
+async def held_until(engine: DecodeEngine, faults: Faults, *, rank: int, waiting: int) -> None:
+    """Let the decode that ``rank`` does next last until so many requests wait."""
+    enough = threading.Event()
+    faults.on(rank, lambda task: _within(30, enough))
+    while engine.describe()["queue"]["waiting"] < waiting:
+        await asyncio.sleep(0.005)
+    enough.set()
+
+
+def _within(seconds: float, event: threading.Event) -> None:
+    assert event.wait(seconds)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -99,6 +113,38 @@ def test_small_requests_run_at_the_same_time_and_do_not_mix(tiny_wan: TinyWan) -
         for latents, outcome in zip(requests, outcomes, strict=True):
             assert outcome.plan.mode == "direct"
             assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+
+    run(test)
+
+
+def test_sixteen_requests_at_once_run_one_per_rank_and_one_alone_on_all(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        requests = [tiny_wan.latents(1, 5, 6, seed=seed) for seed in range(16)]
+        async with serving(tiny_wan.config(policy={"direct_max_pixels": 0}), faults) as engine:
+            all_wait = held_until(engine, faults, rank=0, waiting=15)
+            _, *outcomes = await asyncio.gather(all_wait, *(engine.decode(job(latents)) for latents in requests))
+            for latents, outcome in zip(requests, outcomes, strict=True):
+                assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+            # The first one found the group idle.
+            direct = [outcome for outcome in outcomes if outcome.plan.mode == "direct"]
+            assert len(direct) == 15 and all("one rank each" in outcome.plan.reason for outcome in direct)
+            each = [sum(rank == on and task.plan.mode == "direct" for on, task in faults.tasks) for rank in (0, 1)]
+            assert min(each) >= 4, "both ranks decoded, at the same time"
+            alone = await engine.decode(job(requests[0]))
+            assert alone.plan.mode == "spatial_shard_width"
+            assert engine.describe()["queue"] == {"waiting": 0, "running": 0, "callers": 0}
+
+    run(test)
+
+
+def test_what_was_asked_for_stays_in_a_queue(tiny_wan: TinyWan) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 9, 10)
+        async with serving(tiny_wan.config()) as engine:
+            outcomes = await asyncio.gather(
+                *(engine.decode(job(latents, mode="spatial_shard_height", strict=True)) for _ in range(4))
+            )
+        assert [outcome.plan.mode for outcome in outcomes] == ["spatial_shard_height"] * 4
 
     run(test)
 
@@ -264,6 +310,51 @@ def test_out_of_memory_is_an_error_where_no_other_plan_is_allowed(tiny_wan: Tiny
     run(test)
 
 
+def test_what_does_not_fit_the_one_rank_that_load_gave_it_is_shared(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 9, 10)
+        async with serving(tiny_wan.config(), faults) as engine:
+            # The first request is decoded by both ranks, the other two by one each.
+            both_wait = held_until(engine, faults, rank=1, waiting=2)
+            requests = asyncio.gather(both_wait, *(engine.decode(job(latents)) for _ in range(3)))
+            await asyncio.sleep(0)
+            faults.on(1, raising(torch.OutOfMemoryError("CUDA out of memory")))
+            _, *outcomes = await requests
+        shared = [outcome.plan for outcome in outcomes if outcome.plan.fallback]
+        assert [plan.fallback for plan in shared] == ["direct ran out of memory"]
+        assert shared[0].mode == "spatial_shard_width"
+        for outcome in outcomes:
+            assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+
+    run(test)
+
+
+def test_a_flood_of_one_caller_keeps_another_waiting_for_one_turn(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 4, 4)
+        config = tiny_wan.config(group={"ranks": 1}, limits={"max_queued": 8})
+        async with serving(config, faults) as engine:
+            held = threading.Event()
+            faults.on(0, lambda task: _within(30, held))
+            flood = [
+                asyncio.create_task(engine.decode(job(latents, caller="flood", request_id="flood"))) for _ in range(8)
+            ]
+            while engine.describe()["queue"]["waiting"] < 7:
+                await asyncio.sleep(0.005)
+            single = asyncio.create_task(engine.decode(job(latents, caller="single", request_id="single")))
+            while engine.describe()["queue"]["callers"] < 2:
+                await asyncio.sleep(0.005)
+            held.set()
+            await single
+            assert [task.request_id for _, task in faults.tasks].index("single") <= 2
+            ended = await asyncio.gather(*flood, return_exceptions=True)
+            # The queue was full: one of the flood made room.
+            refused = [str(end) for end in ended if isinstance(end, QueueFullError)]
+            assert len(refused) == 1 and "gave way to another caller's" in refused[0] and "8 of its 8" in refused[0]
+
+    run(test)
+
+
 def test_nan_from_half_precision_is_decoded_again_in_float32(tiny_wan: TinyWan, faults: Faults) -> None:
     async def test() -> None:
         latents = tiny_wan.latents(2, 6, 6)
@@ -383,7 +474,9 @@ def test_warm_up_takes_the_ordinary_path_on_every_rank(tiny_wan: TinyWan, faults
         await engine.start()
         warm = [(rank, task.plan.mode) for rank, task in faults.tasks if task.request_id == "warm-up"]
         assert sorted(warm[:2]) == [(0, "direct"), (1, "direct")]
-        assert sorted(warm[2:]) == [(0, "spatial_shard_width"), (1, "spatial_shard_width")]
+        # In both ways in which it is decoded: by all ranks where the group is idle, by each where others wait.
+        assert sorted(warm[2:4]) == [(0, "spatial_shard_width"), (1, "spatial_shard_width")]
+        assert sorted(warm[4:]) == [(0, "direct"), (1, "direct")]
         # One impossible shape is a warning, not a service that doesn't start.
         assert engine.describe()["warm_shapes"] == shapes[:2]
         assert engine.readiness().ready

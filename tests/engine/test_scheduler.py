@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from decode_service.engine.scheduler import Scheduler
 from decode_service.errors import DeadlineExceededError, QueueFullError
+from decode_service.planning.load import Load
 
 
 class Jobs:
@@ -231,5 +235,256 @@ def test_a_failed_job_releases_its_ranks() -> None:
         with pytest.raises(ValueError, match="broken"):
             await scheduler.run(fail, gang=True)
         assert scheduler.idle_ranks == 2
+
+    run(test)
+
+
+# ---- what load decides ---------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_can_do_with_either_is_asked_when_it_starts_not_when_it_comes() -> None:
+    async def test(jobs: Jobs) -> None:
+        scheduler = Scheduler(2, max_jobs=10)
+        loads: list[Load] = []
+
+        def gang(load: Load) -> bool:
+            loads.append(load)
+            return load.one_rank_each(2) is None
+
+        tasks = [asyncio.create_task(scheduler.run(jobs.job("first"), gang=gang))]
+        await settle()
+        assert jobs.ranks["first"] == [0, 1] and loads == [Load()], "nothing else to do: all ranks"
+        tasks += [asyncio.create_task(scheduler.run(jobs.job(name), gang=gang)) for name in "abc"]
+        await settle()
+        assert len(loads) == 1, "no rank is idle, so nothing is decided"
+        jobs.finish("first")
+        await settle()
+        assert (jobs.ranks["a"], jobs.ranks["b"]) == ([0], [1])
+        assert loads[1:] == [Load(waiting=2), Load(waiting=1, running=1)]
+        jobs.finish("a", "b")
+        await settle()
+        assert jobs.ranks["c"] == [0] and loads[3:] == [Load(running=1)]
+        jobs.finish("c")
+        tasks.append(asyncio.create_task(scheduler.run(jobs.job("last"), gang=gang)))
+        await settle()
+        assert jobs.ranks["last"] == [0, 1], "it has the group for itself again"
+        jobs.finish("last")
+        assert await asyncio.gather(*tasks) == ["first", "a", "b", "c", "last"]
+
+    run(test)
+
+
+def test_a_job_that_waits_for_all_ranks_changes_its_mind_when_others_come() -> None:
+    async def test(jobs: Jobs) -> None:
+        scheduler = Scheduler(3, max_jobs=10)
+
+        def gang(load: Load) -> bool:
+            return load.one_rank_each(3) is None
+
+        tasks = [asyncio.create_task(scheduler.run(jobs.job("small"), gang=False, pixels=10))]
+        tasks += [asyncio.create_task(scheduler.run(jobs.job("large"), gang=gang, pixels=100))]
+        await settle()
+        assert jobs.started == ["small"], "a small job will soon be done"
+        tasks += [asyncio.create_task(scheduler.run(jobs.job(name), gang=gang, pixels=100)) for name in "ab"]
+        await settle()
+        assert jobs.started == ["small", "large", "a"]
+        jobs.finish("small", "large", "a", "b")
+        await asyncio.gather(*tasks)
+
+    run(test)
+
+
+def test_jobs_that_need_all_ranks_leave_none_to_share_and_do_not_count() -> None:
+    async def test(jobs: Jobs) -> None:
+        scheduler = Scheduler(2, max_jobs=10)
+        loads: list[Load] = []
+
+        def gang(load: Load) -> bool:
+            loads.append(load)
+            return False
+
+        tasks = [asyncio.create_task(scheduler.run(jobs.job("running"), gang=True))]
+        tasks += [asyncio.create_task(scheduler.run(jobs.job("either"), gang=gang))]
+        tasks += [asyncio.create_task(scheduler.run(jobs.job("later"), gang=True))]
+        await settle()
+        jobs.finish("running")
+        await settle()
+        assert loads == [Load()]
+        jobs.finish("either", "later")
+        await asyncio.gather(*tasks)
+
+    run(test)
+
+
+def test_a_decision_that_fails_fails_its_own_job_only() -> None:
+    async def test(jobs: Jobs) -> None:
+        scheduler = Scheduler(2, max_jobs=10)
+
+        def gang(load: Load) -> bool:
+            raise ValueError("no plan")
+
+        first = asyncio.create_task(scheduler.run(jobs.job("first"), gang=True))
+        broken = asyncio.create_task(scheduler.run(jobs.job("broken"), gang=gang))
+        last = asyncio.create_task(scheduler.run(jobs.job("last"), gang=True))
+        await settle()
+        jobs.finish("first", "last")
+        with pytest.raises(ValueError, match="no plan"):
+            await broken
+        assert await asyncio.gather(first, last) == ["first", "last"]
+
+    run(test)
+
+
+# ---- fairness ------------------------------------------------------------------------------------------------------
+
+
+def test_callers_take_turns_and_jobs_of_one_start_in_order() -> None:
+    async def test(jobs: Jobs) -> None:
+        scheduler = Scheduler(1, max_jobs=20)
+        order = ["a1", "a2", "a3", "a4", "b1", "b2", "c1"]
+        tasks = [asyncio.create_task(scheduler.run(jobs.job(name), gang=False, caller=name[0])) for name in order]
+        await settle()
+        assert scheduler.callers == 3
+        for name in order:
+            jobs.finish(name)
+        await asyncio.gather(*tasks)
+        # Everything of "a" was there first, and still each other caller waits for one of them at a time.
+        assert jobs.started == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
+        assert scheduler.callers == 0
+
+    run(test)
+
+
+def test_a_job_that_leaves_costs_its_caller_no_turn() -> None:
+    async def test(jobs: Jobs) -> None:
+        scheduler = Scheduler(1, max_jobs=20)
+        tasks = {
+            name: asyncio.create_task(scheduler.run(jobs.job(name), gang=False, caller=name[0]))
+            for name in ("a1", "b1", "b2", "c1")
+        }
+        await settle()
+        tasks["b1"].cancel()
+        await settle()
+        assert scheduler.waiting == 2
+        jobs.finish(*tasks)
+        await asyncio.gather(*(task for name, task in tasks.items() if name != "b1"))
+        assert jobs.started == ["a1", "b2", "c1"]
+
+    run(test)
+
+
+def test_in_a_full_queue_a_flood_gives_way_to_who_has_less() -> None:
+    async def test(jobs: Jobs) -> None:
+        scheduler = Scheduler(1, max_jobs=4)
+
+        def submit(name: str) -> asyncio.Task[str]:
+            return asyncio.create_task(scheduler.run(jobs.job(name), gang=False, caller=name[0]))
+
+        flood = [submit(f"a{number}") for number in range(4)]
+        await settle()
+        with pytest.raises(QueueFullError, match="the limit is 4"):
+            await submit("a4")
+        others = [submit("b0"), submit("b1")]
+        await settle()
+        for late in flood[2:]:
+            with pytest.raises(QueueFullError, match="gave way to another caller's"):
+                await late
+        assert scheduler.waiting + scheduler.running == 4
+        # Two each: nobody has more than another, so the next one is refused, whoever it is, unless it has none.
+        for name in ("b2", "a5"):
+            with pytest.raises(QueueFullError, match="the limit is 4"):
+                await submit(name)
+        others.append(submit("c0"))
+        await settle()
+        jobs.finish("a0", "a1", "b0", "b1", "c0")
+        done = await asyncio.gather(*flood[:2], *others, return_exceptions=True)
+        assert sorted(map(str, done)) == sorted(["a0", "b0", "b1", "c0", str(done[1])])
+        assert isinstance(done[1], QueueFullError), "of the two with most, the one whose job had not started"
+        assert "a1" not in jobs.started
+
+    run(test)
+
+
+def test_what_runs_and_what_was_admitted_before_never_gives_way() -> None:
+    async def test(jobs: Jobs) -> None:
+        scheduler = Scheduler(2, max_jobs=3)
+        running = [asyncio.create_task(scheduler.run(jobs.job(name), gang=False, caller="a")) for name in ("a0", "a1")]
+        retry = asyncio.create_task(scheduler.run(jobs.job("retry"), gang=False, caller="a", admitted=True))
+        await settle()
+        with pytest.raises(QueueFullError):
+            await scheduler.run(jobs.job("b0"), gang=False, caller="b")
+        jobs.finish("a0", "a1", "retry")
+        assert await asyncio.gather(*running, retry) == ["a0", "a1", "retry"]
+
+    run(test)
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.sampled_from("abc"),
+        st.sampled_from(["one rank", "all ranks", "either"]),
+        st.integers(1, 100),
+        st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@given(arrivals=ARRIVALS, ranks=st.integers(1, 4), seed=st.integers(0, 2**16))
+@settings(max_examples=100)
+def test_no_job_starves_whatever_comes_in_whichever_order(
+    arrivals: list[tuple[str, str, int, int]], ranks: int, seed: int
+) -> None:
+    """Every job runs, alone on its ranks, after at most one more turn of each other caller than it has jobs before it."""
+
+    async def test(_: Jobs) -> None:
+        scheduler = Scheduler(ranks, max_jobs=len(arrivals))
+        chance = random.Random(seed)
+        started: list[int] = []
+        turns_allowed: dict[int, int] = {}
+        starts_before: dict[int, int] = {}
+        busy: set[int] = set()
+        running: dict[int, asyncio.Event] = {}
+
+        async def work(number: int, held: Sequence[int]) -> int:
+            caller, kind, _, _ = arrivals[number]
+            assert not busy & set(held)
+            assert len(held) == {"one rank": 1, "all ranks": ranks}.get(kind, len(held))
+            assert len(held) in (1, ranks)
+            others = [arrivals[before][0] for before in started[starts_before[number] :]]
+            for other in {*others} - {caller}:
+                assert others.count(other) <= turns_allowed[number]
+            started.append(number)
+            busy.update(held)
+            gate = running[number] = asyncio.Event()
+            await gate.wait()
+            busy.difference_update(held)
+            return number
+
+        async def end_one() -> None:
+            number = chance.choice(sorted(running))
+            running.pop(number).set()
+            await settle()
+
+        async def submit(number: int) -> int:
+            caller, kind, pixels, _ = arrivals[number]
+            waiting = [n for n in starts_before if n not in started and arrivals[n][0] == caller]
+            turns_allowed[number], starts_before[number] = len(waiting) + 1, len(started)
+            gang = {"one rank": False, "all ranks": True}.get(kind, lambda load: load.one_rank_each(ranks) is None)
+            return await scheduler.run(lambda held: work(number, held), gang=gang, caller=caller, pixels=pixels)
+
+        tasks = []
+        for number, arrival in enumerate(arrivals):
+            tasks.append(asyncio.create_task(submit(number)))
+            await settle()
+            for _ in range(arrival[3]):
+                if running:
+                    await end_one()
+        while running:
+            await end_one()
+        assert await asyncio.gather(*tasks) == list(range(len(arrivals)))
+        assert sorted(started) == list(range(len(arrivals)))
+        assert (scheduler.waiting, scheduler.running, scheduler.idle_ranks) == (0, 0, ranks)
 
     run(test)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_service.errors import InvalidLatentsError, InvalidRequestError, UnsupportedModeError
+from decode_service.planning.load import Load
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import WHOLE_CLIP, ModelSpec, OverlapTiles, StrideTiles
@@ -133,6 +134,83 @@ class TestAuto:
     def test_the_policy_can_force_a_mode(self) -> None:
         assert plan((1, 16, 2, 60, 104), policy=Policy(mode="tile")).mode == "tile"
         assert plan((1, 16, 2, 60, 104), policy=Policy(mode="tile"), mode="direct").mode == "direct"
+
+
+class TestLoad:
+    """With as many requests as ranks each rank decodes its own; with fewer, all ranks decode one after the other."""
+
+    SHAPE = (1, 16, 3, 60, 104)
+
+    def test_an_idle_group_decodes_one_request_together(self) -> None:
+        assert plan(self.SHAPE, load=Load()) == plan(self.SHAPE)
+        assert plan(self.SHAPE).mode == "spatial_shard_width"
+
+    def test_as_many_requests_as_ranks_get_one_rank_each(self) -> None:
+        assert plan(self.SHAPE, load=Load(waiting=2)).mode == "spatial_shard_width"
+        crowded = plan(self.SHAPE, load=Load(waiting=5))
+        assert (crowded.mode, crowded.exact, crowded.fallback) == ("direct", True, None)
+        assert crowded.reason == "5 requests wait: one rank each"
+        assert (
+            plan(self.SHAPE, load=Load(waiting=1, running=2)).reason
+            == "1 request waits and 2 requests run: one rank each"
+        )
+        assert plan(self.SHAPE, ranks=2, load=Load(running=1)).reason == "1 request runs: one rank each"
+
+    def test_several_items_stay_together_too(self) -> None:
+        assert plan((3, 16, 1, 60, 104), load=Load()).mode == "batch"
+        assert plan((3, 16, 1, 60, 104), load=Load(waiting=3)).mode == "direct"
+
+    def test_a_rank_that_is_held_for_long_is_not_waited_for(self) -> None:
+        chosen = plan(self.SHAPE, load=Load(running=1, outlasting=1))
+        assert chosen.mode == "direct" and "a larger request holds a rank" in chosen.reason
+        assert plan(self.SHAPE, load=Load(running=1)).mode == "spatial_shard_width"
+
+    @pytest.mark.parametrize("mode", ["spatial_shard_height", "spatial_shard_width", "tile", "direct"])
+    def test_a_forced_mode_stays_whatever_the_load(self, mode: str) -> None:
+        busy = Load(waiting=50, running=3, outlasting=3)
+        assert plan(self.SHAPE, mode=mode, load=busy) == plan(self.SHAPE, mode=mode)
+        assert plan(self.SHAPE, policy=Policy(mode=mode), load=busy).mode == mode
+        assert plan(self.SHAPE, mode=mode, strict=True, load=busy).mode == mode
+
+    def test_no_load_makes_one_rank_decode_what_it_cannot(self) -> None:
+        any_size = Policy(busy_direct_max_pixels=2**40)
+        large = plan((1, 16, 21, 270, 480), policy=any_size, load=Load(waiting=50))
+        assert large.mode == "spatial_shard_width", "its operand has more elements than kernels can index"
+        assert plan((1, 16, 21, 90, 160), policy=any_size, load=Load(waiting=50)).mode == "direct"
+
+    def test_a_request_that_would_take_one_rank_too_long_is_shared_whatever_the_load(self) -> None:
+        pixels = 9 * 480 * 832
+        limit = Policy(busy_direct_max_pixels=pixels)
+        assert plan(self.SHAPE, policy=limit, load=Load(waiting=50)).mode == "direct"
+        limit = Policy(busy_direct_max_pixels=pixels - 1)
+        assert plan(self.SHAPE, policy=limit, load=Load(waiting=50)).mode == "spatial_shard_width"
+
+    def test_nothing_is_gained_where_all_ranks_take_part_or_there_is_one(self) -> None:
+        assert plan(self.SHAPE, collect="broadcast", load=Load(waiting=50)).mode == "spatial_shard_width"
+        alone = plan(self.SHAPE, ranks=1, load=Load(waiting=50))
+        assert (alone.mode, alone.reason) == ("direct", "a group of one rank")
+
+    def test_tiles_are_never_exchanged_for_an_exact_mode_because_others_wait(self) -> None:
+        """The pixels of a request must not depend on who else is there."""
+        shape, policy = (1, 16, 1, 3, 7), Policy(direct_max_pixels=0)
+        assert plan(shape, ranks=8, policy=policy).mode == "tile"
+        assert plan(shape, ranks=8, policy=policy, load=Load(waiting=50)).mode == "tile"
+
+    def test_requests_count_where_they_are_at_least_half_as_large(self) -> None:
+        assert Load.beside(100, waiting=[49, 50, 1000], running=[10, 60]) == Load(waiting=2, running=1)
+        assert Load.beside(100, waiting=[], running=[199, 200]) == Load(running=2, outlasting=1)
+        # Fifty previews are no reason to let a film have one rank only, but the film is one for each preview.
+        assert Load.beside(10_000, waiting=[10] * 50, running=[]).one_rank_each(4) is None
+        assert Load.beside(10, waiting=[], running=[10_000]).one_rank_each(4) is not None
+
+    @given(
+        shape=st.tuples(st.integers(1, 3), st.just(16), st.integers(1, 9), st.integers(1, 200), st.integers(1, 200)),
+        ranks=st.integers(1, 8),
+        load=st.builds(Load, st.integers(0, 9), st.integers(0, 8), st.integers(0, 2)),
+    )
+    def test_load_only_chooses_between_exact_plans(self, shape: tuple[int, ...], ranks: int, load: Load) -> None:
+        idle, busy = plan(shape, ranks=ranks), plan(shape, ranks=ranks, load=load)
+        assert busy == idle or (idle.exact and busy.exact and busy.mode == "direct" and busy.ranks == 1)
 
 
 class TestForced:
