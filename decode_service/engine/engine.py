@@ -47,7 +47,7 @@ from decode_service.errors import (
     OutputTooLargeError,
 )
 from decode_service.planning.plan import DecodePlan, PixelFormat
-from decode_service.planning.planner import Policy, make_plan, validate_latents
+from decode_service.planning.planner import Policy, make_plan, validate_denormalize, validate_latents
 from decode_service.planning.spec import ModelSpec
 
 logger = logging.getLogger("decode_service.engine")
@@ -212,6 +212,8 @@ class DecodeEngine:
                 f"pixels are one of {', '.join(_NUMPY_DTYPES)}, got {job.pixels.dtype!r}", param="output.dtype"
             )
         plan = self.plan(job.latents.shape, mode=job.mode, strict=job.strict, collect=job.collect, chunk=job.chunk)
+        if job.denormalize:
+            validate_denormalize(self.spec, job.latents.shape)
         if not await asyncio.to_thread(job.latents.is_finite):
             raise NonFiniteLatentsError("the latents hold NaN or Inf", param="latents.data")
         wished_s = self._config.limits.default_deadline_s if job.deadline_s is None else job.deadline_s

@@ -82,6 +82,23 @@ def validate_latents(spec: ModelSpec, shape: tuple[int, ...]) -> None:
             )
 
 
+def validate_denormalize(spec: ModelSpec, shape: tuple[int, ...]) -> None:
+    """Check that ``spec`` can denormalize latents of ``shape``, which it can decode.
+
+    Raises:
+        InvalidRequestError: saying what to send instead.
+    """
+    reason, frames = spec.no_denormalize_reason, shape[2] if len(shape) == 5 else 1
+    if not reason and spec.normalized_frames and frames > spec.normalized_frames:
+        reason = f"it has statistics for {spec.normalized_frames} latent frames, got {frames}"
+    if reason:
+        raise InvalidRequestError(
+            f"{spec.name} ({spec.class_name}) cannot denormalize these latents: {reason}; send latents as its decode takes "
+            "them, with denormalize false",
+            param="denormalize",
+        )
+
+
 def make_plan(
     spec: ModelSpec,
     latent_shape: tuple[int, ...],

@@ -113,6 +113,9 @@ class ModelSpec:
             frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
         operand_per_pixel_first: the same for the pass over the first latent frame.
         min_cells: latent rows and columns that a frame needs at least.
+        normalized_frames: latent frames that can be denormalized at most, where every frame has statistics of its own; 0
+            where any number can.
+        no_denormalize_reason: why normalized latents cannot be taken at all, or empty.
         pass_frames: latent frames of one pass at most, the first included, where a pass takes many at once (then the
             operand is that of the first and of all later ones together; ``WHOLE_CLIP`` where it takes all); 0 where the
             chunk length says it.
@@ -136,6 +139,8 @@ class ModelSpec:
     operand_per_pixel_first: int = 0
     pass_frames: int = 0
     min_cells: int = 1
+    normalized_frames: int = 0
+    no_denormalize_reason: str = ""
 
     @property
     def decoder_channels(self) -> int:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from decode_service.errors import InvalidLatentsError, InvalidRequestError, UnsupportedModeError
 from decode_service.planning.plan import DecodePlan
-from decode_service.planning.planner import Policy, make_plan
+from decode_service.planning.planner import Policy, make_plan, validate_denormalize
 from decode_service.planning.spec import WHOLE_CLIP, ModelSpec, OverlapTiles, StrideTiles
 from decode_service.planning.temporal import CausalFrames, ClipFrames
 
@@ -244,3 +244,17 @@ def test_any_request_gives_a_plan_that_survives_the_wire_and_covers_everything(
         assert sum(column.keep for column in made.tiles.columns) == made.output_width == width * 8
     assert made.output_frames == 1 + 4 * (frames - 1)
     assert (made.fallback is not None) == (mode not in ("auto", made.mode))
+
+
+class TestDenormalizing:
+    def test_statistics_of_every_frame_are_for_so_many(self) -> None:
+        spec = replace(WAN, normalized_frames=16)
+        validate_denormalize(spec, (1, 16, 16, 8, 8))
+        with pytest.raises(InvalidRequestError, match=r"16 latent frames, got 17.*denormalize false") as caught:
+            validate_denormalize(spec, (1, 16, 17, 8, 8))
+        assert caught.value.param == "denormalize"
+        validate_denormalize(WAN, (1, 16, 17, 8, 8))
+
+    def test_a_model_without_statistics_says_so(self) -> None:
+        with pytest.raises(InvalidRequestError, match=r"none in its config.*denormalize false"):
+            validate_denormalize(replace(WAN, no_denormalize_reason="none in its config"), (1, 16, 8, 8))

@@ -9,6 +9,7 @@ from decode_service.decoding.families.autoencoder_kl import AutoencoderKLFamily
 from decode_service.decoding.families.autoencoder_tiny import AutoencoderTinyFamily
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.families.cogvideox import CogVideoXFamily
+from decode_service.decoding.families.cosmos import CosmosFamily
 from decode_service.decoding.families.flux2 import Flux2Family
 from decode_service.decoding.families.hunyuan_image import HunyuanImageFamily
 from decode_service.decoding.families.hunyuan_image_refiner import HunyuanImageRefinerFamily
@@ -32,6 +33,7 @@ FAMILIES: dict[str, type[Family]] = {
         QwenImageFamily,
         QwenImage21Family,
         CogVideoXFamily,
+        CosmosFamily,
         MochiFamily,
         TemporalDecoderFamily,
         MagvitFamily,
