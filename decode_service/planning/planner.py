@@ -2,8 +2,9 @@
 
 ``auto`` decides in this order: a tile-only model is tiled; several items are divided over the ranks; a frame small
 enough for one rank is decoded by one; otherwise the longer axis with at least as many latent rows as ranks is sharded,
-width on ties; a model that cannot be sharded is decoded by one rank; otherwise tiles. A forced mode is never reinterpreted silently: where it cannot run, the plan falls back to
-tiles and says so, and ``strict`` makes that an error.
+width on ties; a model that cannot be sharded is decoded by one rank; otherwise tiles, or one rank where a model has no tile
+mode. A forced mode is never reinterpreted silently: where it cannot run, the plan falls back likewise and says so, and
+``strict`` makes that an error.
 """
 
 from __future__ import annotations
@@ -177,6 +178,13 @@ class _Planner:
         if not direct_problem and not self.spec.exact_axes:
             return self.direct(f"one rank decodes exactly, and no group can: {self.spec.no_exact_axes_reason}")
         problems = "; ".join(dict.fromkeys(filter(None, (self.problem(m) for m in ("direct", *self.axes_by_length())))))
+        if not self.spec.tiled:
+            if not direct_problem:
+                return self.direct(f"one rank decodes exactly, and no group can: {problems}")
+            raise UnsupportedModeError(
+                f"{list(self.shape)} cannot be decoded by {self.size} ranks: {problems}; {self.problem('tile')}",
+                param="latents.shape",
+            )
         return self.tile(f"no exact mode can run: {problems}")
 
     def forced(self, mode: str, strict: bool) -> DecodePlan:
@@ -193,8 +201,10 @@ class _Planner:
             raise UnsupportedModeError(
                 f"{mode} is not possible for {self.spec.name}: {problem}; use tile or auto", param="mode"
             )
-        if strict:
+        if strict or (not self.spec.tiled and self.problem("direct")):
             raise UnsupportedModeError(f"{mode} cannot decode this request: {problem}", param="mode")
+        if not self.spec.tiled:
+            return self.direct("the mode that was asked for cannot run", fallback=f"{mode} cannot run: {problem}")
         return self.tile("the mode that was asked for cannot run", fallback=f"{mode} cannot run: {problem}")
 
     def axes_by_length(self) -> tuple[str, str]:
@@ -207,7 +217,7 @@ class _Planner:
         """Why ``mode`` cannot decode this request, or None."""
         spec = self.spec
         if mode == "tile":
-            return None
+            return None if spec.tiled else f"{spec.class_name} has no tile mode"
         if spec.tile_only:
             return f"{spec.class_name} decodes by its own tiles only; {spec.no_exact_axes_reason}"
         if mode == "batch":
@@ -262,8 +272,8 @@ class _Planner:
         per_frame = self.spec.operand_per_pixel * self.height * self.width * share
         return min(self.chunk, int(MAX_OPERAND_ELEMENTS / per_frame))
 
-    def direct(self, reason: str) -> DecodePlan:
-        return self.plan("direct", 1, None, (), reason)
+    def direct(self, reason: str, *, fallback: str | None = None) -> DecodePlan:
+        return self.plan("direct", 1, None, (), reason, fallback=fallback)
 
     def divided(self, mode: str, reason: str) -> DecodePlan:
         """A plan that divides the batch, the height or the width."""
@@ -306,6 +316,8 @@ class _Planner:
         chunk = self.fitting_chunk(self.share(mode) if share is None else share) or 1
         if chunk < self.chunk:
             reason += f"; chunk shortened from {self.chunk} to {chunk} latent frames, which is what kernels can index"
+        if not self.spec.tested:
+            reason += f"; untested: {self.spec.class_name} is in no family that is compared with diffusers, and its own decode runs"
         return DecodePlan(
             mode=chosen,
             ranks=ranks,
@@ -322,4 +334,5 @@ class _Planner:
             output_frames=self.frames,
             output_height=self.height,
             output_width=self.width,
+            tested=self.spec.tested,
         )

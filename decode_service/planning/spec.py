@@ -108,6 +108,8 @@ class ModelSpec:
         no_exact_axes_reason: why not, where ``exact_axes`` is empty.
         tile_only: the model's own contract asks for tiles; ``auto`` means tile.
         tiles: tile geometry.
+        tiled: whether there is a tile mode; ``tiles`` means nothing where there is none.
+        tested: whether the model's family is one that tests compare with diffusers.
         chunked: whether the temporal chunk length is free (causal decoders).
         operand_per_pixel: elements of the widest operand of a pass over one later latent frame, per output pixel of one
             frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
@@ -134,6 +136,8 @@ class ModelSpec:
     tiles: StrideTiles | RectangleTiles | OverlapTiles
     no_exact_axes_reason: str = ""
     tile_only: bool = False
+    tiled: bool = True
+    tested: bool = True
     chunked: bool = True
     operand_per_pixel: int = 0
     operand_per_pixel_first: int = 0
@@ -152,7 +156,7 @@ class ModelSpec:
         if self.tile_only:
             return ("tile",)
         divided = ("batch", *(f"spatial_shard_{axis}" for axis in self.exact_axes)) if ranks > 1 else ()
-        return ("direct", *divided, "tile")
+        return ("direct", *divided, "tile") if self.tiled else ("direct", *divided)
 
     def latent_ndims(self) -> tuple[int, ...]:
         """Numbers of dimensions that latents may have."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from decode_service.decoding.communicator import Communicator, SoloCommunicator
-from decode_service.decoding.families import FAMILIES
+from decode_service.decoding.families import FAMILIES, family_class
 from decode_service.decoding.rank import RankDecoder, RankPart
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import Policy, make_plan
@@ -37,12 +37,12 @@ def decoded(
     **wish: Any,
 ) -> tuple[DecodePlan, torch.Tensor]:
     """``latents`` decoded by a group of ``ranks`` threads that share the weights of ``vae``."""
-    family_class = FAMILIES[type(vae).__name__]
-    spec = family_class(vae, "tiny", tiles).spec
+    family = family_class(type(vae).__name__)
+    spec = family(vae, "tiny", tiles).spec
     plan = make_plan(spec, tuple(latents.shape), group_size=ranks, policy=Policy(), mode=mode, strict=True, **wish)
 
     def work(communicator: Communicator) -> RankPart:
-        decoder = RankDecoder(family_class(vae, "tiny", tiles), device=CPU)
+        decoder = RankDecoder(family(vae, "tiny", tiles), device=CPU)
         decoder.attach(communicator if ranks > 1 else SoloCommunicator())
         return decoder.decode(plan, latents.numpy(), "float32", denormalize=denormalize, pixels=pixels)
 

@@ -23,6 +23,7 @@ from decode_service.decoding.families.mochi import MochiFamily
 from decode_service.decoding.families.qwen_image import QwenImageFamily
 from decode_service.decoding.families.qwen_image21 import QwenImage21Family
 from decode_service.decoding.families.temporal_decoder import TemporalDecoderFamily
+from decode_service.decoding.families.unlisted import UnlistedFamily
 from decode_service.decoding.families.wan import WanFamily
 
 FAMILIES: dict[str, type[Family]] = {
@@ -53,4 +54,10 @@ FAMILIES: dict[str, type[Family]] = {
     for class_name in family.class_names
 }
 
-__all__ = ["FAMILIES", "Family"]
+
+def family_class(class_name: str) -> type[Family]:
+    """The family that decodes the diffusers class of this name: the one that lists it, or else ``UnlistedFamily``."""
+    return FAMILIES.get(class_name, UnlistedFamily)
+
+
+__all__ = ["FAMILIES", "Family", "UnlistedFamily", "family_class"]
