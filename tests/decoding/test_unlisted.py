@@ -17,7 +17,7 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
-from decode_service.decoding.families import UnlistedFamily
+from decode_service.decoding.families import UnlistedFamily, family_class
 from decode_service.decoding.loading import ModelSource, load_family
 from decode_service.decoding.rank import RankDecoder
 from decode_service.errors import ConfigError
@@ -25,6 +25,7 @@ from decode_service.planning.plan import PixelFormat
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
 from decode_service.planning.temporal import LinearFrames, SingleFrame
+from tests.decoding import models, test_mochi
 from tests.decoding.family_checks import decoded
 from tests.decoding.harness import latents_of
 
@@ -108,6 +109,21 @@ def test_the_frame_rule_is_what_the_decoder_does_and_not_what_its_config_says() 
     assert LinearFrames(1, 2, 5).problem(4) == "at least 5 latent frames are needed"
 
 
+@pytest.mark.parametrize("build", [*models.BUILDERS.values(), test_mochi.model])
+def test_what_is_measured_of_listed_classes_is_what_their_families_say(build: Callable[[], Any]) -> None:
+    vae = build().eval()
+    if isinstance(vae, diffusers.AutoencoderKLMiniMaxH3):
+        with pytest.raises(ConfigError, match="no straight line"):
+            UnlistedFamily(vae, "tiny")
+        return
+    measured, known = UnlistedFamily(vae, "tiny").spec, family_class(type(vae).__name__)(vae, "tiny").spec
+    for latent_frames in (1, 2, 5):
+        shape = (1, 4, 4, 6) if known.frame_rule is None else (1, 4, latent_frames, 4, 6)
+        assert measured.output_extents(shape) == known.output_extents(shape)
+    names = ("latent_channels", "output_channels", "spatial_ratio")
+    assert [getattr(measured, name) for name in names] == [getattr(known, name) for name in names]
+
+
 class AutoencoderOwn(ModelMixin, ConfigMixin):
     """A VAE of a user's own: every picture is 2x, every odd thing that such classes do is a setting."""
 
@@ -140,10 +156,11 @@ class AutoencoderOwn(ModelMixin, ConfigMixin):
             raise ValueError("too small for its window")
         x = self.head(z)
         if config.video:
-            times = {"double": 2, "one": 1, "odd": 1 + x.shape[2] % 2}[config.frames]
+            times = {"odd": 1 + x.shape[2] % 2, "one": 1}.get(config.frames, 2)
             if config.frames == "one" and x.shape[2] != 1:
                 raise ValueError("one frame only")
             x = F.interpolate(x, scale_factor=(times, 2, 2))
+            x = x[:, :, :6] if config.frames == "six" else x
         else:
             x = F.interpolate(x, scale_factor=2)
         x = F.pad(x, (0, config.growth))
@@ -193,6 +210,12 @@ class TestAClassOfAUser:
         assert loaded(tmp_path / "b", video=True, frames="one").spec.frame_rule == SingleFrame()
         with pytest.raises(ConfigError, match=r"\(1, 2, 3\) latent frames give \(2, 2, 6\) frames"):
             loaded(tmp_path / "c", video=True, frames="odd")
+
+    def test_frames_that_follow_the_rule_no_further_are_not_made_up(self, tmp_path: Path) -> None:
+        family = loaded(tmp_path, video=True, frames="six")
+        assert pictures(family, latents_of((1, 5, 3, 4, 6))).shape[2] == 6
+        with pytest.raises(RuntimeError, match=r"to \[1, 3, 6, 8, 12\] and not to \[1, 3, 8, 8, 12\]"):
+            pictures(family, latents_of((1, 5, 4, 4, 6)))
 
     def test_what_is_no_picture_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"no picture of 1, 3 or 4 channels"):

@@ -24,6 +24,7 @@ from decode_service.decoding.families.qwen_image import QwenImageFamily
 from decode_service.decoding.families.qwen_image21 import QwenImage21Family
 from decode_service.decoding.families.temporal_decoder import TemporalDecoderFamily
 from decode_service.decoding.families.unlisted import UnlistedFamily
+from decode_service.decoding.families.vidtok import VidTokFamily
 from decode_service.decoding.families.wan import WanFamily
 
 FAMILIES: dict[str, type[Family]] = {
@@ -50,6 +51,7 @@ FAMILIES: dict[str, type[Family]] = {
         LTXVideoFamily,
         LTX2VideoFamily,
         MiniMaxH3Family,
+        VidTokFamily,
     )
     for class_name in family.class_names
 }

@@ -13,6 +13,7 @@ from torch import nn
 from decode_service.decoding.attention import attention_over_time
 from decode_service.decoding.families.base import stride_tiles
 from decode_service.decoding.families.passes import PassesFamily
+from decode_service.decoding.families.past import Past
 from decode_service.planning.spec import ModelSpec, StrideTiles
 from decode_service.planning.temporal import CausalFrames
 
@@ -136,38 +137,6 @@ class CosmosFamily(PassesFamily):
         pixels_BCFHW = unpatch(x, self.config["patch_size"], haar=self.config["patch_type"] == "haar")
         # The first latent frame stands for one pixel frame, the last of its patch.
         return pixels_BCFHW[:, :, self.config["patch_size"] - 1 :] if first else pixels_BCFHW
-
-
-class Past:
-    """What the modules of one decode have seen that later frames look back at, in the order in which they run."""
-
-    def __init__(self) -> None:
-        self._seen: list[torch.Tensor] = []
-        self._next = 0
-
-    def rewind(self) -> None:
-        """Begin another pass over the modules."""
-        self._next = 0
-
-    def lengthen(self, x: torch.Tensor, keep: int | None, fill: torch.Tensor | None = None) -> torch.Tensor:
-        """``x`` after what the same call got in the passes before; of both together, ``keep`` frames stay for the next.
-
-        Args:
-            x: its dimension 2 is that of the frames.
-            keep: None for all.
-            fill: what comes before ``x`` in the first pass.
-        """
-        index = self._next
-        self._next += 1
-        before = self._seen[index] if index < len(self._seen) else fill
-        x = x if before is None else torch.cat([before, x], dim=2)
-        # A copy, so that the whole chunk is not kept for its last frames.
-        kept = x if keep is None else x[:, :, -keep:].clone()
-        if index < len(self._seen):
-            self._seen[index] = kept
-        else:
-            self._seen.append(kept)
-        return x
 
 
 def _convolve(conv: Any, x_BCTHW: torch.Tensor, past: Past | None) -> torch.Tensor:

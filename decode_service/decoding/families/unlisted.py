@@ -182,6 +182,8 @@ class UnlistedFamily(Family):
         ``latents / scaling_factor + shift_factor`` (SD3, FLUX.1); a factor or shift that is not there changes nothing.
         """
         config = self.config
+        if self.spec.no_denormalize_reason:
+            raise ValueError(f"cannot denormalize: {self.spec.no_denormalize_reason}")
         scaling = config.get("scaling_factor") or 1.0
         if config.get("latents_mean") is not None and config.get("latents_std") is not None:
             mean, std = (
@@ -211,9 +213,17 @@ class UnlistedFamily(Family):
 
     def decode(self, latents_BCTHW: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
         if self.spec.frame_rule is None:
-            yield self.call_decoder(latents_BCTHW.squeeze(2)).unsqueeze(2)
+            pixels_BCFHW = self.call_decoder(latents_BCTHW.squeeze(2)).unsqueeze(2)
         else:
-            yield self.call_decoder(latents_BCTHW)
+            pixels_BCFHW = self.call_decoder(latents_BCTHW)
+        planned = (latents_BCTHW.shape[0], self.spec.output_channels, *self.spec.output_extents(latents_BCTHW.shape))
+        if pixels_BCFHW.shape != planned:
+            # A rule that was measured on three sizes need not hold for all; what is missing must not be made up.
+            raise RuntimeError(
+                f"{self.spec.class_name} decoded {list(latents_BCTHW.shape)} to {list(pixels_BCFHW.shape)} and not to "
+                f"{list(planned)}, which the sizes measured at loading predict"
+            )
+        yield pixels_BCFHW
 
     def decode_tile(
         self, latents_BCTHW: torch.Tensor, part: int, row: TileSpan, column: TileSpan, chunk: int
