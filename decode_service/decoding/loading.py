@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from decode_service.decoding.families import FAMILIES, Family
+from decode_service.decoding.families import FAMILIES, Family, UnlistedFamily, family_class
+from decode_service.decoding.families.unlisted import unlisted_problem
 from decode_service.errors import ConfigError
 from decode_service.planning.spec import StrideTiles
 
@@ -64,12 +65,24 @@ def load_family(source: ModelSource, *, device: torch.device, tiles: StrideTiles
         # Such a model (SDXL) overflows in float16 and gives a black picture. float32 holds the same weights exactly.
         logger.warning("%s must not run in float16 (force_upcast): it is decoded in float32", source.name)
         vae.float()
-    for part in _ENCODER_PARTS:
-        if hasattr(vae, part):
-            setattr(vae, part, None)
+    family = family_class(type(vae).__name__)
+    removed = {part: getattr(vae, part) for part in _ENCODER_PARTS if hasattr(vae, part)}
+    for part in removed:
+        setattr(vae, part, None)
+    if family is not UnlistedFamily:
+        removed.clear()
     gc.collect()
     vae.requires_grad_(False).eval().to(device)
-    return FAMILIES[type(vae).__name__](vae, source.name, tiles)
+    try:
+        return family(vae, source.name, tiles)
+    except ConfigError:
+        if not removed:
+            raise
+    # The decode of a class that nobody knows may use its encoder.
+    for part, module in removed.items():
+        setattr(vae, part, module)
+    vae.requires_grad_(False).eval().to(device)
+    return family(vae, source.name, tiles)
 
 
 def _config_of(vae: nn.Module) -> dict[str, Any]:
@@ -117,7 +130,7 @@ def _load_pretrained(location: str, source: ModelSource, dtype: torch.dtype, *, 
         config = diffusers.AutoencoderKL.load_config(location, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(_explain_missing(location, subfolder, error)) from error
-    cls = _vae_class(_class_name(config, source, where), where)
+    cls = _vae_class(_class_name(config, source, where), where, config)
     try:
         return cls.from_pretrained(location, torch_dtype=dtype, use_safetensors=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
@@ -141,7 +154,7 @@ def _load_single_file(path: Path, source: ModelSource, dtype: torch.dtype) -> nn
     sidecar = path.with_name("config.json")
     if sidecar.is_file():
         config = json.loads(sidecar.read_text())
-        cls = _vae_class(_class_name(config, source, str(sidecar)), str(sidecar))
+        cls = _vae_class(_class_name(config, source, str(sidecar)), str(sidecar), config)
         state = load_file(str(path))
         model: nn.Module = cls.from_config(config)
         decoder = {key for key in model.state_dict() if key.startswith("decoder.")}
@@ -154,7 +167,7 @@ def _load_single_file(path: Path, source: ModelSource, dtype: torch.dtype) -> nn
             f"{path} has no config.json beside it; put the VAE's there, or set model.class_name "
             f"(one of {', '.join(sorted(FAMILIES))})"
         )
-    return _from_single_file(_vae_class(source.class_name, str(path)), path, dtype)
+    return _from_single_file(_vae_class(source.class_name, str(path), {}), path, dtype)
 
 
 def _from_state(model: nn.Module, state: dict[str, torch.Tensor], dtype: torch.dtype, path: Path) -> nn.Module:
@@ -197,12 +210,19 @@ def _class_name(config: dict[str, Any], source: ModelSource, where: str) -> str 
     return named or source.class_name
 
 
-def _vae_class(class_name: str | None, where: str) -> Any:
+def _vae_class(class_name: str | None, where: str, config: dict[str, Any]) -> Any:
+    """What diffusers has under ``class_name``: a family's class, or another that decodes latents to pictures."""
     if class_name is None:
         raise ConfigError(f"{where} does not say its class; set model.class_name")
-    if class_name not in FAMILIES:
-        raise ConfigError(f"{where} is a {class_name}; known VAEs are {', '.join(sorted(FAMILIES))}")
     cls = getattr(diffusers, class_name, None)
     if cls is None:
-        raise ConfigError(f"the installed diffusers {diffusers.__version__} has no {class_name}; install a newer one")
+        raise ConfigError(
+            f"{where} is a {class_name}, which the installed diffusers {diffusers.__version__} does not have; install a newer one"
+        )
+    problem = None if class_name in FAMILIES else unlisted_problem(cls, config)
+    if problem:
+        raise ConfigError(
+            f"{where} is a {class_name}, {problem}; known VAEs are {', '.join(sorted(FAMILIES))}, and any other class of "
+            "diffusers whose decode(z) makes pictures or videos of latents runs untested"
+        )
     return cls

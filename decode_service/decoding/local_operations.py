@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from decode_service.decoding.attention import attention_over_time
+
 
 def _resolve(names: str) -> set[Any]:
     """The functions of these names in ``torch``, ``torch.Tensor`` (in-place forms too) and ``torch.nn.functional``."""
@@ -52,5 +54,5 @@ _QUERIES |= {
         "is_cpu",
     )
 }
-#: What is exact on one band of a frame as it stands.
-LOCAL = frozenset(POINTWISE | _LAYOUT | _QUERIES)
+#: What is exact on one band of a frame as it stands. ``attention_over_time`` is over the frames of each position.
+LOCAL = frozenset(POINTWISE | _LAYOUT | _QUERIES | {attention_over_time})

@@ -67,7 +67,7 @@ class RankDecoder:
         self._noise_dtype = family.dtype()
         self._decoder = CompilableDecoder(family.call_decoder, enabled=compile_enabled and family.compiles)
         if compile_enabled and not family.compiles:
-            self._decoder.reason = "this family's decoder keeps state that torch.compile cannot follow; it runs eagerly"
+            self._decoder.reason = family.eager_reason
         family.call_decoder = self._decoder
         self._communicator: Communicator = SoloCommunicator()
 

@@ -50,7 +50,7 @@ from decode_service.planning.conditioning import conditioning_of
 from decode_service.planning.layouts import Layout, arrange, layouts
 from decode_service.planning.load import Load, full
 from decode_service.planning.plan import DecodePlan, PixelFormat
-from decode_service.planning.planner import Policy, make_plan, validate_latents
+from decode_service.planning.planner import Policy, make_plan, validate_denormalize, validate_latents
 from decode_service.planning.spec import ModelSpec
 
 logger = logging.getLogger("decode_service.engine")
@@ -106,6 +106,7 @@ class DecodeEngine:
         info = await self._group.start()
         self._spec = info.spec
         self._description = dict(info.description)
+        self._warn_of_untested_model()
         self._warn_of_useless_warmup()
         loaded = time.monotonic()
         self._state = "self_test"
@@ -166,6 +167,7 @@ class DecodeEngine:
             "exact_axes": list(spec.exact_axes),
             "no_exact_axes_reason": spec.no_exact_axes_reason,
             "tile_only": spec.tile_only,
+            "tested": spec.tested,
             "modes": list(spec.modes(self._group.size)),
             "group": {"ranks": self._group.size, "device": config.group.device},
             "policy": config.policy.model_dump(mode="json"),
@@ -247,6 +249,8 @@ class DecodeEngine:
         wishes: dict[str, Any] = {"mode": job.mode, "strict": job.strict, "collect": job.collect, "chunk": job.chunk}
         plan = self._plan(arrangement.latent_shape, **wishes)
         conditioning = conditioning_of(self.spec, job.timestep, job.noise_scale, job.seed)
+        if job.denormalize:
+            validate_denormalize(self.spec, arrangement.latent_shape)
         if not await asyncio.to_thread(job.latents.is_finite):
             raise NonFiniteLatentsError("the latents hold NaN or Inf", param="latents.data")
         wished_s = self._config.limits.default_deadline_s if job.deadline_s is None else job.deadline_s
@@ -418,7 +422,8 @@ class DecodeEngine:
         if cheaper is None:
             raise OutOfMemoryError(
                 f"decoding {list(plan.latent_shape)} in {plan.mode} mode does not fit the memory of a rank: send fewer "
-                "items or frames, a smaller frame, or allow tile mode (strict: false)",
+                "items or frames, or a smaller frame"
+                + (", or allow tile mode (strict: false)" if self.spec.tiled else ""),
                 param="latents.shape",
             )
         answered.add("memory")
@@ -539,6 +544,13 @@ class DecodeEngine:
             raise GroupFailedError(f"the ranks broke too often while starting: {'; '.join(self._warnings)}")
 
     # ---- start-up --------------------------------------------------------------------------------------------------
+
+    def _warn_of_untested_model(self) -> None:
+        spec = self.spec
+        if not spec.tested:
+            warning = f"{spec.class_name} is in no family that is compared with diffusers: its own decode runs, undivided and untested"
+            logger.warning("%s: %s", spec.name, warning)
+            self._warnings.append(warning)
 
     def _warn_of_useless_warmup(self) -> None:
         """One latent frame never reaches the graph of the later ones, so it would leave most of a video's path cold."""

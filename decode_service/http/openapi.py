@@ -131,7 +131,7 @@ _TENSOR_REPLY_SCHEMA: Schema = {
     "type": "object",
     "required": ["plan", "timings", "model", "request_id", "pixels"],
     "properties": {
-        "plan": {"type": "object", "description": "The plan that ran, and why."},
+        "plan": {"type": "object", "description": "The plan that ran, why, and whether the model's family is tested."},
         "timings": {"type": "object", "additionalProperties": {"type": "number"}, "description": "Milliseconds."},
         "model": {"type": "string"},
         "request_id": {"type": "string"},

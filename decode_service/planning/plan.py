@@ -54,6 +54,7 @@ class DecodePlan:
         owners: the rank of every tile (row by row; for clip-wise families clip by clip), in tile mode.
         latent_shape: the latents the plan was made for, as ``vae.decode`` takes them: 4-D or 5-D, whatever was sent.
         output_frames, output_height, output_width: extents of the decoded picture, in frames and pixels.
+        tested: whether the model is of a family that tests compare with diffusers; ``reason`` says so where it is not.
     """
 
     mode: Mode
@@ -71,6 +72,7 @@ class DecodePlan:
     output_frames: int
     output_height: int
     output_width: int
+    tested: bool = True
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -109,6 +111,7 @@ class DecodePlan:
             "reason": self.reason,
             "fallback": self.fallback,
             "exact": self.exact,
+            "tested": self.tested,
             "bands": [[band.start, band.size] for band in self.bands],
             "output": {"frames": self.output_frames, "height": self.output_height, "width": self.output_width},
         }

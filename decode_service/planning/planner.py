@@ -2,9 +2,10 @@
 
 ``auto`` decides in this order: a tile-only model is tiled; several items are divided over the ranks; a frame small
 enough for one rank is decoded by one; otherwise the longer axis with at least as many latent rows as ranks is sharded,
-width on ties; a model that cannot be sharded is decoded by one rank; otherwise tiles. Where that divides a request that is not too large over all
-ranks, exactly, and there are as many requests as ranks (``Load``), one rank decodes it instead. A forced mode is never reinterpreted silently: where it cannot run, the plan falls back to
-tiles and says so, and ``strict`` makes that an error.
+width on ties; a model that cannot be sharded is decoded by one rank; otherwise tiles, or one rank where a model has no tile
+mode. Where that divides a request that is not too large over all ranks, exactly, and there are as many requests as ranks
+(``Load``), one rank decodes it instead. A forced mode is never reinterpreted silently: where it cannot run, the plan falls
+back likewise and says so, and ``strict`` makes that an error.
 """
 
 from __future__ import annotations
@@ -83,6 +84,23 @@ def validate_latents(spec: ModelSpec, shape: tuple[int, ...]) -> None:
             raise InvalidLatentsError(
                 f"{spec.name} cannot decode {shape[2]} latent frames: {problem}", param="latents.shape"
             )
+
+
+def validate_denormalize(spec: ModelSpec, shape: tuple[int, ...]) -> None:
+    """Check that ``spec`` can denormalize latents of ``shape``, which it can decode.
+
+    Raises:
+        InvalidRequestError: saying what to send instead.
+    """
+    reason, frames = spec.no_denormalize_reason, shape[2] if len(shape) == 5 else 1
+    if not reason and spec.normalized_frames and frames > spec.normalized_frames:
+        reason = f"it has statistics for {spec.normalized_frames} latent frames, got {frames}"
+    if reason:
+        raise InvalidRequestError(
+            f"{spec.name} ({spec.class_name}) cannot denormalize these latents: {reason}; send latents as its decode takes "
+            "them, with denormalize false",
+            param="denormalize",
+        )
 
 
 def make_plan(
@@ -175,6 +193,13 @@ class _Planner:
         if not direct_problem and not self.spec.exact_axes:
             return self.direct(f"one rank decodes exactly, and no group can: {self.spec.no_exact_axes_reason}")
         problems = "; ".join(dict.fromkeys(filter(None, (self.problem(m) for m in ("direct", *self.axes_by_length())))))
+        if not self.spec.tiled:
+            if not direct_problem:
+                return self.direct(f"one rank decodes exactly, and no group can: {problems}")
+            raise UnsupportedModeError(
+                f"{list(self.shape)} cannot be decoded by {self.size} ranks: {problems}; {self.problem('tile')}",
+                param="latents.shape",
+            )
         return self.tile(f"no exact mode can run: {problems}")
 
     def forced(self, mode: str, strict: bool) -> DecodePlan:
@@ -191,8 +216,10 @@ class _Planner:
             raise UnsupportedModeError(
                 f"{mode} is not possible for {self.spec.name}: {problem}; use tile or auto", param="mode"
             )
-        if strict:
+        if strict or (not self.spec.tiled and self.problem("direct")):
             raise UnsupportedModeError(f"{mode} cannot decode this request: {problem}", param="mode")
+        if not self.spec.tiled:
+            return self.direct("the mode that was asked for cannot run", fallback=f"{mode} cannot run: {problem}")
         return self.tile("the mode that was asked for cannot run", fallback=f"{mode} cannot run: {problem}")
 
     def axes_by_length(self) -> tuple[str, str]:
@@ -205,7 +232,7 @@ class _Planner:
         """Why ``mode`` cannot decode this request, or None."""
         spec = self.spec
         if mode == "tile":
-            return None
+            return None if spec.tiled else f"{spec.class_name} has no tile mode"
         if spec.tile_only:
             return f"{spec.class_name} decodes by its own tiles only; {spec.no_exact_axes_reason}"
         if mode == "batch":
@@ -260,8 +287,8 @@ class _Planner:
         per_frame = self.spec.operand_per_pixel * self.height * self.width * share
         return min(self.chunk, int(MAX_OPERAND_ELEMENTS / per_frame))
 
-    def direct(self, reason: str) -> DecodePlan:
-        return self.plan("direct", 1, None, (), reason)
+    def direct(self, reason: str, *, fallback: str | None = None) -> DecodePlan:
+        return self.plan("direct", 1, None, (), reason, fallback=fallback)
 
     def divided(self, mode: str, reason: str) -> DecodePlan:
         """A plan that divides the batch, the height or the width."""
@@ -304,6 +331,8 @@ class _Planner:
         chunk = self.fitting_chunk(self.share(mode) if share is None else share) or 1
         if chunk < self.chunk:
             reason += f"; chunk shortened from {self.chunk} to {chunk} latent frames, which is what kernels can index"
+        if not self.spec.tested:
+            reason += f"; untested: {self.spec.class_name} is in no family that is compared with diffusers, and its own decode runs"
         return DecodePlan(
             mode=chosen,
             ranks=ranks,
@@ -320,4 +349,5 @@ class _Planner:
             output_frames=self.frames,
             output_height=self.height,
             output_width=self.width,
+            tested=self.spec.tested,
         )

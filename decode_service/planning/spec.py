@@ -127,11 +127,16 @@ class ModelSpec:
         no_exact_axes_reason: why not, where ``exact_axes`` is empty.
         tile_only: the model's own contract asks for tiles; ``auto`` means tile.
         tiles: tile geometry.
+        tiled: whether there is a tile mode; ``tiles`` means nothing where there is none.
+        tested: whether the model's family is one that tests compare with diffusers.
         chunked: whether the temporal chunk length is free (causal decoders).
         operand_per_pixel: elements of the widest operand of a pass over one later latent frame, per output pixel of one
             frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
         operand_per_pixel_first: the same for the pass over the first latent frame.
         min_cells: latent rows and columns that a frame needs at least.
+        normalized_frames: latent frames that can be denormalized at most, where every frame has statistics of its own; 0
+            where any number can.
+        no_denormalize_reason: why normalized latents cannot be taken at all, or empty.
         pass_frames: latent frames of one pass at most, the first included, where a pass takes many at once (then the
             operand is that of the first and of all later ones together; ``WHOLE_CLIP`` where it takes all); 0 where the
             chunk length says it.
@@ -153,6 +158,8 @@ class ModelSpec:
     tiles: StrideTiles | RectangleTiles | OverlapTiles
     no_exact_axes_reason: str = ""
     tile_only: bool = False
+    tiled: bool = True
+    tested: bool = True
     chunked: bool = True
     operand_per_pixel: int = 0
     operand_per_pixel_first: int = 0
@@ -160,6 +167,8 @@ class ModelSpec:
     min_cells: int = 1
     packing: Packing | None = None
     default_timestep: float | None = None
+    normalized_frames: int = 0
+    no_denormalize_reason: str = ""
 
     @property
     def decoder_channels(self) -> int:
@@ -171,7 +180,7 @@ class ModelSpec:
         if self.tile_only:
             return ("tile",)
         divided = ("batch", *(f"spatial_shard_{axis}" for axis in self.exact_axes)) if ranks > 1 else ()
-        return ("direct", *divided, "tile")
+        return ("direct", *divided, "tile") if self.tiled else ("direct", *divided)
 
     def latent_ndims(self) -> tuple[int, ...]:
         """Numbers of dimensions that latents may have."""

@@ -80,6 +80,47 @@ class EqualFrames:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedFrames:
+    """Decoders of whole groups of latent frames, each of which gives ``ratio`` pixel frames (VidTok that is not causal)."""
+
+    ratio: int
+    group: int
+
+    def frames(self, latent_frames: int) -> int:
+        return self.ratio * latent_frames
+
+    def problem(self, latent_frames: int) -> str | None:
+        if latent_frames >= 1 and latent_frames % self.group == 0:
+            return None
+        return f"it takes multiples of {self.group}, and diffusers drops the frames beyond the last whole one"
+
+    def describe(self) -> str:
+        return f"{self.ratio} * T, T a multiple of {self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearFrames:
+    """A rule that was measured rather than known: ``ratio * T + offset`` pixel frames, from ``at_least`` latent frames on."""
+
+    ratio: int
+    offset: int
+    at_least: int = 1
+
+    def frames(self, latent_frames: int) -> int:
+        return self.ratio * latent_frames + self.offset
+
+    def problem(self, latent_frames: int) -> str | None:
+        if latent_frames >= self.at_least:
+            return None
+        return f"at least {self.at_least} latent frame{'s are' if self.at_least > 1 else ' is'} needed"
+
+    def describe(self) -> str:
+        if not self.offset:
+            return f"{self.ratio} * T"
+        return f"{self.ratio} * T {'-' if self.offset < 0 else '+'} {abs(self.offset)}"
+
+
+@dataclass(frozen=True, slots=True)
 class RemainderFirstFrames:
     """CogVideoX: chunks of ``batch`` latent frames whose first one takes the remainder as well.
 

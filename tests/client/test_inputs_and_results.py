@@ -288,3 +288,11 @@ class TestSaving:
         with pytest.raises(ValueError, match=words):
             tensor_result(picture((2, 3, 4, 5, 3))).save(tmp_path / name)
         assert not list(tmp_path.iterdir())
+
+
+def test_a_result_says_whether_its_model_is_tested():
+    def result(plan):
+        return DecodeResult(format="png", content_type="image/png", body=b"", pixels=None, plan=plan)
+
+    assert result({"mode": "direct"}).tested and result({"tested": True}).tested and result(None).tested
+    assert not result({"tested": False}).tested

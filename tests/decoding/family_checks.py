@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from decode_service.decoding.communicator import Communicator, SoloCommunicator
-from decode_service.decoding.families import FAMILIES
+from decode_service.decoding.families import FAMILIES, family_class
 from decode_service.decoding.rank import RankDecoder, RankPart
 from decode_service.planning.conditioning import Conditioning
 from decode_service.planning.layouts import Layout, arrange
@@ -41,13 +41,13 @@ def decoded(
     **wish: Any,
 ) -> tuple[DecodePlan, torch.Tensor]:
     """``latents`` decoded by a group of ``ranks`` threads that share the weights of ``vae``."""
-    family_class = FAMILIES[type(vae).__name__]
-    spec = family_class(vae, "tiny", tiles).spec
+    family = family_class(type(vae).__name__)
+    spec = family(vae, "tiny", tiles).spec
     arrangement = arrange(spec, tuple(latents.shape), layout or Layout())
     plan = make_plan(spec, arrangement.latent_shape, group_size=ranks, policy=Policy(), mode=mode, strict=True, **wish)
 
     def work(communicator: Communicator) -> RankPart:
-        decoder = RankDecoder(family_class(vae, "tiny", tiles), device=CPU)
+        decoder = RankDecoder(family(vae, "tiny", tiles), device=CPU)
         decoder.attach(communicator if ranks > 1 else SoloCommunicator())
         return decoder.decode(
             plan,

@@ -17,10 +17,12 @@ from decode_service.planning.planner import Policy, make_plan
 from tests.decoding import (
     test_allegro,
     test_cogvideox,
+    test_cosmos,
     test_magvit,
     test_mochi,
     test_qwen_image21,
     test_temporal_decoder,
+    test_vidtok,
 )
 from tests.decoding.harness import latents_of
 
@@ -28,6 +30,8 @@ from tests.decoding.harness import latents_of
 MODELS: dict[str, tuple[Callable[[], Any], int]] = {
     "qwen-image-2.1": (lambda: test_qwen_image21.model("residual"), 1),
     "cogvideox": (test_cogvideox.model, 5),
+    "cosmos": (test_cosmos.model, 3),
+    "vidtok": (test_vidtok.model, 3),
     "mochi": (test_mochi.model, 3),
     "svd": (test_temporal_decoder.model, 3),
     "easyanimate": (test_magvit.model, 3),

@@ -103,7 +103,9 @@ class TestMistakes:
     def test_a_model_that_is_no_known_vae(self, zoo: Zoo, tmp_path: Path) -> None:
         config = json.loads((zoo.folders["wan21"] / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, "_class_name": "UNet2DModel"}))
-        with pytest.raises(ConfigError, match=r"is a UNet2DModel; known VAEs are .*AutoencoderKLWan"):
+        with pytest.raises(
+            ConfigError, match=r"is a UNet2DModel, which has no decode; known VAEs are .*AutoencoderKLWan"
+        ):
             load(tmp_path)
 
     def test_settings_that_would_be_ignored(self, zoo: Zoo) -> None:

@@ -9,8 +9,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -25,6 +27,7 @@ from decode_service.errors import (
     DeadlineExceededError,
     GroupFailedError,
     InvalidLatentsError,
+    InvalidRequestError,
     NonFiniteLatentsError,
     NonFiniteOutputError,
     NotReadyError,
@@ -563,5 +566,56 @@ def test_describe_is_plain_json(tiny_wan: TinyWan) -> None:
         assert shown["group"] == {"ranks": 2, "device": "cpu"} and shown["dtype"] == "float32"
         assert shown["self_test"] == {"height": "exact", "width": "exact"}
         assert shown["state"] == "ready"
+
+    run(test)
+
+
+# ---- classes that no family describes --------------------------------------------------------------------------------
+
+
+def test_an_untested_class_is_served_and_says_so(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    vae = diffusers.VQModel(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+        scaling_factor=None,
+    ).eval()
+    vae.save_pretrained(tmp_path)
+    config = ServiceConfig.model_validate(
+        {
+            "model": {"name": "vq", "source": str(tmp_path), "dtype": "float32"},
+            "group": {"ranks": 2, "threads": 1},
+            "policy": {"direct_max_pixels": 0},
+        }
+    )
+    latents = np.random.default_rng(0).standard_normal((1, 4, 6, 9), np.float32)
+    with torch.inference_mode():
+        expected = vae.decode(torch.from_numpy(latents)).sample.numpy()
+
+    async def test() -> None:
+        async with serving(config) as engine:
+            shown = engine.describe()
+            assert shown["tested"] is False and shown["modes"] == ["direct", "batch"]
+            assert any("untested" in warning for warning in engine.readiness().warnings)
+            outcome = await engine.decode(job(latents))
+            assert np.abs(outcome.assemble() - expected).max() < 1e-5
+            assert outcome.plan.mode == "direct" and not outcome.plan.tested and outcome.plan.fallback is None
+            tiled = await engine.decode(job(latents, mode="tile"))
+            assert tiled.plan.mode == "direct" and "no tile mode" in str(tiled.plan.fallback)
+            with pytest.raises(InvalidRequestError, match=r"neither a scaling_factor .* denormalize false") as refused:
+                await engine.decode(job(latents, denormalize=True))
+            assert refused.value.status == 422 and refused.value.param == "denormalize"
+
+    run(test)
+
+
+def test_a_tested_class_says_nothing_of_it(tiny_wan: TinyWan) -> None:
+    async def test() -> None:
+        async with serving(tiny_wan.config(group={"ranks": 1})) as engine:
+            assert engine.describe()["tested"] is True and not engine.readiness().warnings
+            assert (await engine.decode(job(tiny_wan.latents(1, 4, 4)))).plan.tested
 
     run(test)

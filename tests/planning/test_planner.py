@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from decode_service.errors import InvalidLatentsError, InvalidRequestError, UnsupportedModeError
 from decode_service.planning.load import Load
 from decode_service.planning.plan import DecodePlan
-from decode_service.planning.planner import Policy, make_plan
+from decode_service.planning.planner import Policy, make_plan, validate_denormalize
 from decode_service.planning.spec import WHOLE_CLIP, ModelSpec, OverlapTiles, StrideTiles
 from decode_service.planning.temporal import CausalFrames, ClipFrames
 
@@ -322,3 +322,53 @@ def test_any_request_gives_a_plan_that_survives_the_wire_and_covers_everything(
         assert sum(column.keep for column in made.tiles.columns) == made.output_width == width * 8
     assert made.output_frames == 1 + 4 * (frames - 1)
     assert (made.fallback is not None) == (mode not in ("auto", made.mode))
+
+
+class TestDenormalizing:
+    def test_statistics_of_every_frame_are_for_so_many(self) -> None:
+        spec = replace(WAN, normalized_frames=16)
+        validate_denormalize(spec, (1, 16, 16, 8, 8))
+        with pytest.raises(InvalidRequestError, match=r"16 latent frames, got 17.*denormalize false") as caught:
+            validate_denormalize(spec, (1, 16, 17, 8, 8))
+        assert caught.value.param == "denormalize"
+        validate_denormalize(WAN, (1, 16, 17, 8, 8))
+
+    def test_a_model_without_statistics_says_so(self) -> None:
+        with pytest.raises(InvalidRequestError, match=r"none in its config.*denormalize false"):
+            validate_denormalize(replace(WAN, no_denormalize_reason="none in its config"), (1, 16, 8, 8))
+
+
+class TestWithoutTiles:
+    UNTILED = replace(WAN, tiled=False)
+    WHOLE = replace(UNTILED, exact_axes=(), no_exact_axes_reason="nobody tried")
+
+    def test_tile_is_no_mode(self) -> None:
+        assert "tile" not in self.UNTILED.modes(4) and self.WHOLE.modes(4) == ("direct", "batch")
+        with pytest.raises(UnsupportedModeError, match="AutoencoderKLWan has no tile mode"):
+            plan((1, 16, 5, 30, 40), spec=self.UNTILED, mode="tile", strict=True)
+
+    def test_a_forced_mode_that_cannot_run_falls_back_to_one_rank(self) -> None:
+        for mode in ("tile", "spatial_shard_width"):
+            chosen = plan((1, 16, 5, 30, 40), spec=self.WHOLE, mode=mode)
+            assert chosen.mode == "direct" and chosen.exact and chosen.tiles is None
+            assert chosen.fallback is not None and chosen.fallback.startswith(f"{mode} cannot run: ")
+
+    def test_auto_decodes_on_one_rank_what_a_group_cannot_share(self) -> None:
+        assert plan((1, 16, 5, 30, 40), spec=self.UNTILED).mode == "spatial_shard_width"
+        narrow = plan((1, 16, 1, 3, 7), spec=self.UNTILED, ranks=8, policy=Policy(direct_max_pixels=0))
+        assert narrow.mode == "direct" and "fewer than 8 ranks" in narrow.reason
+        assert plan((1, 16, 5, 100, 130), spec=self.WHOLE).mode == "direct"
+
+    def test_what_no_rank_can_hold_is_an_error(self) -> None:
+        huge = (1, 16, 21, 270, 480)
+        assert plan(huge, ranks=1).mode == "tile"
+        for mode in ("auto", "direct", "tile"):
+            with pytest.raises(UnsupportedModeError, match=r"elements|no tile mode"):
+                plan(huge, spec=self.WHOLE, ranks=1, mode=mode)
+
+
+def test_a_plan_says_that_a_model_is_untested() -> None:
+    tested, untested = plan((1, 16, 5, 30, 40)), plan((1, 16, 5, 30, 40), spec=replace(WAN, tested=False))
+    assert tested.public()["tested"] is True and "untested" not in tested.reason
+    assert untested.public()["tested"] is False and "; untested: AutoencoderKLWan" in untested.reason
+    assert DecodePlan.from_dict(json.loads(json.dumps(untested.to_dict()))) == untested

@@ -69,6 +69,14 @@ class DecodeResult:
         return f"DecodeResult({self.format}, {what}, model={self.model!r}, mode={self.plan.get('mode')!r})"
 
     @property
+    def tested(self) -> bool:
+        """False where the service decoded with a class that its tests do not compare with diffusers; ``plan["reason"]`` says so.
+
+        True where the service does not say.
+        """
+        return bool(self.plan.get("tested", True))
+
+    @property
     def content(self) -> bytes:
         """The file's bytes; of a tensor, its raw little-endian bytes in C order."""
         return bytes(self._body if self._pixels is None else self._pixels.data)

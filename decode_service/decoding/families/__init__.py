@@ -9,6 +9,7 @@ from decode_service.decoding.families.autoencoder_kl import AutoencoderKLFamily
 from decode_service.decoding.families.autoencoder_tiny import AutoencoderTinyFamily
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.families.cogvideox import CogVideoXFamily
+from decode_service.decoding.families.cosmos import CosmosFamily
 from decode_service.decoding.families.flux2 import Flux2Family
 from decode_service.decoding.families.hunyuan_image import HunyuanImageFamily
 from decode_service.decoding.families.hunyuan_image_refiner import HunyuanImageRefinerFamily
@@ -22,6 +23,8 @@ from decode_service.decoding.families.mochi import MochiFamily
 from decode_service.decoding.families.qwen_image import QwenImageFamily
 from decode_service.decoding.families.qwen_image21 import QwenImage21Family
 from decode_service.decoding.families.temporal_decoder import TemporalDecoderFamily
+from decode_service.decoding.families.unlisted import UnlistedFamily
+from decode_service.decoding.families.vidtok import VidTokFamily
 from decode_service.decoding.families.wan import WanFamily
 
 FAMILIES: dict[str, type[Family]] = {
@@ -32,6 +35,7 @@ FAMILIES: dict[str, type[Family]] = {
         QwenImageFamily,
         QwenImage21Family,
         CogVideoXFamily,
+        CosmosFamily,
         MochiFamily,
         TemporalDecoderFamily,
         MagvitFamily,
@@ -47,8 +51,15 @@ FAMILIES: dict[str, type[Family]] = {
         LTXVideoFamily,
         LTX2VideoFamily,
         MiniMaxH3Family,
+        VidTokFamily,
     )
     for class_name in family.class_names
 }
 
-__all__ = ["FAMILIES", "Family"]
+
+def family_class(class_name: str) -> type[Family]:
+    """The family that decodes the diffusers class of this name: the one that lists it, or else ``UnlistedFamily``."""
+    return FAMILIES.get(class_name, UnlistedFamily)
+
+
+__all__ = ["FAMILIES", "Family", "UnlistedFamily", "family_class"]

@@ -35,6 +35,7 @@ class Family(ABC):
     Attributes:
         class_names: diffusers classes that the family decodes.
         compiles: whether the decoder can be compiled; where it cannot, it runs eagerly whatever the settings say.
+        eager_reason: why not, for people.
         spec: what planning knows of the model.
         timestep: what a decoder with timestep conditioning is given.
         call_decoder: ``vae.decoder``, or a compiled form of it.
@@ -42,6 +43,7 @@ class Family(ABC):
 
     class_names: ClassVar[tuple[str, ...]]
     compiles: ClassVar[bool] = True
+    eager_reason: ClassVar[str] = "this family's decoder keeps state that torch.compile cannot follow; it runs eagerly"
     timestep: float = 0.0
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:

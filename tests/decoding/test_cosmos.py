@@ -1,0 +1,209 @@
+"""``AutoencoderKLCosmos`` against diffusers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from decode_service.decoding.attention import attention_over_time
+from decode_service.decoding.families.cosmos import CosmosFamily, unpatch
+from decode_service.planning.spec import StrideTiles
+from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
+from tests.decoding.harness import latents_of
+from tests.decoding.tiled_reference import tiled
+
+
+def model(**config: Any) -> Any:
+    """8x8x8 in four stages as released, the attention over space and time included, in the middle and in the first stage."""
+    torch.manual_seed(5)
+    defaults = {
+        "encoder_block_out_channels": (8, 8, 8, 8),
+        "decode_block_out_channels": (8, 12, 16, 16),
+        "latent_channels": 4,
+        "num_layers": 1,
+        "attention_resolutions": (64,),
+        "latents_mean": None,
+        "latents_std": None,
+    }
+    vae = diffusers.AutoencoderKLCosmos(**{**defaults, **config}).eval().requires_grad_(False)
+    for parameter in vae.decoder.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(1.5)
+    # The tolerance is absolute: pixels stay near 1.
+    vae.decoder.conv_out.conv_t.weight.mul_(0.1)
+    return vae
+
+
+def reference(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return vae.decode(latents).sample
+
+
+# A picture, one later frame alone, and enough frames for attention over time to look back across passes.
+@pytest.mark.parametrize("frames", [1, 2, 4])
+def test_exact_modes_give_the_video_of_diffusers(frames: int) -> None:
+    vae, latents = model(), latents_of((1, 4, frames, 5, 7))
+    expected = reference(vae, latents)
+    check_exact_modes(vae, latents, expected)
+    rule = CosmosFamily(vae, "tiny").frame_rule
+    assert rule.frames(frames) == expected.shape[2] == 1 + 8 * (frames - 1)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 9])
+def test_any_chunk_gives_the_same_video(chunk: int) -> None:
+    vae, latents = model(), latents_of((1, 4, 5, 3, 4))
+    _, video = decoded(vae, latents, "direct", chunk=chunk)
+    torch.testing.assert_close(video, reference(vae, latents), atol=1e-5, rtol=0)
+
+
+def test_what_looks_back_matters_to_the_reference() -> None:
+    """Or the checks above would not notice a pass that begins anew, nor an attention that looks ahead."""
+    vae, latents = model(), latents_of((1, 4, 5, 3, 4))
+    changed = latents.clone()
+    changed[:, :, 0] += 1
+    first, second = reference(vae, latents), reference(vae, changed)
+    assert (first - second)[:, :, -8:].abs().max() > 1e-3, "the last latent frame sees the first"
+    changed = latents.clone()
+    changed[:, :, 4] += 1
+    assert torch.equal(reference(vae, changed)[:, :, :25], first[:, :, :25]), "and none sees a later one"
+
+
+@pytest.mark.parametrize(
+    ("config", "ratios"),
+    [
+        ({"temporal_compression_ratio": 4}, (8, 4)),
+        ({"spatial_compression_ratio": 16}, (16, 8)),
+        ({"patch_size": 2, "spatial_compression_ratio": 8, "temporal_compression_ratio": 4}, (8, 4)),
+        ({"patch_type": "rearrange"}, (8, 8)),
+    ],
+)
+def test_ratios_are_those_of_the_structure(config: dict[str, Any], ratios: tuple[int, int]) -> None:
+    vae, latents = model(**config), latents_of((1, 4, 3, 4, 5))
+    spec = CosmosFamily(vae, "tiny").spec
+    expected = reference(vae, latents)
+    frames, height, width = spec.output_extents(tuple(latents.shape))
+    assert expected.shape == (1, 3, frames, height, width)
+    assert (spec.spatial_ratio, getattr(spec.frame_rule, "ratio", 0)) == ratios
+    check_exact_modes(vae, latents, expected, ranks=(3,))
+
+
+@pytest.mark.parametrize("patch", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", ["haar", "rearrange"])
+def test_patches_are_taken_apart_as_diffusers_does(kind: str, patch: int) -> None:
+    theirs = diffusers.models.autoencoders.autoencoder_kl_cosmos.CosmosUnpatcher3d(patch, kind)
+    x = latents_of((2, 3 * patch**3, 2, 3, 5)) * patch**-1.5
+    ours = unpatch(x, patch, haar=kind == "haar")[:, :, patch - 1 :]
+    torch.testing.assert_close(ours, theirs(x), atol=1e-5, rtol=0)
+
+
+def test_tiles_are_those_that_diffusers_describes_and_does_not_make() -> None:
+    """``enable_tiling`` of the reference sets sizes that its ``decode`` never reads."""
+    vae, latents = model(), latents_of((1, 4, 2, 7, 9))
+    whole = reference(vae, latents)
+    vae.enable_tiling(32, 32, tile_sample_stride_height=24, tile_sample_stride_width=24)
+    assert torch.equal(reference(vae, latents), whole), "diffusers tiles it now: compare with that"
+
+    def decode(tile: torch.Tensor) -> torch.Tensor:
+        return reference(vae, tile.unflatten(1, (4, 2))).flatten(1, 2)
+
+    expected = tiled(decode, latents.flatten(1, 2), tile_px=32, overlap=0.25, ratio=8).unflatten(1, (3, 9))
+    assert expected.shape == whole.shape and not torch.equal(expected, whole)
+    check_tiles(vae, latents, expected, tiles=StrideTiles(32, 24), ranks=(1, 3))
+
+
+@pytest.mark.parametrize("statistics", [None, 1, 16])
+def test_normalized_latents_are_decoded_as_the_cosmos_pipelines_do(statistics: int | None) -> None:
+    config: dict[str, Any] = {}
+    if statistics:
+        config["latents_mean"] = latents_of((4 * statistics,), 1).tolist()
+        config["latents_std"] = latents_of((4 * statistics,), 2).abs().add(0.5).tolist()
+    vae, latents = model(**config), latents_of((1, 4, 3, 4, 5))
+    scale = diffusers.EDMEulerScheduler().config.sigma_data
+    # The arithmetic of CosmosTextToWorldPipeline.
+    if statistics:
+        mean, std = (
+            torch.tensor(vae.config[name]).view(1, 4, -1, 1, 1)[:, :, : latents.size(2)].to(latents)
+            for name in ("latents_mean", "latents_std")
+        )
+        raw = latents * std / scale + mean
+    else:
+        raw = latents / scale
+    _, video = decoded(vae, latents, "direct", denormalize=True)
+    torch.testing.assert_close(video, reference(vae, raw), atol=1e-5, rtol=0)
+    assert CosmosFamily(vae, "tiny").spec.normalized_frames == (statistics if statistics == 16 else 0)
+
+
+def test_interleaved_decodes_do_not_touch_each_other() -> None:
+    vae = model()
+    family = CosmosFamily(vae, "tiny")
+    videos = [latents_of((1, 4, 4, 3, 4), seed) for seed in (1, 2)]
+    with torch.inference_mode():
+        alone = [vae.decode(video).sample for video in videos]
+        passes = zip(*(family.decode(video, 1) for video in videos), strict=True)
+        mixed = [torch.cat(parts, 2) for parts in zip(*passes, strict=True)]
+    for expected, actual in zip(alone, mixed, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+
+
+def test_half_precision_is_no_further_off_than_diffusers() -> None:
+    vae, latents = model(), latents_of((1, 4, 3, 5, 7))
+    exact = reference(vae, latents)
+    vae.bfloat16()
+    family = CosmosFamily(vae, "tiny")
+    with torch.inference_mode():
+        ours = torch.cat(list(family.decode(latents.bfloat16(), 1)), dim=2).float()
+    theirs = reference(vae, latents.bfloat16()).float()
+    assert (ours - exact).abs().mean() <= 1.1 * (theirs - exact).abs().mean()
+
+
+def test_the_decoder_compiles_whole() -> None:
+    vae, latents = model(attention_resolutions=(), num_layers=0), latents_of((1, 4, 2, 3, 4))
+    family = CosmosFamily(vae, "tiny")
+    family.call_decoder = torch.compile(family.call_decoder, fullgraph=True, backend="eager")
+    with torch.inference_mode():
+        video = torch.cat(list(family.decode(latents, 1)), dim=2)
+    torch.testing.assert_close(video, reference(vae, latents), atol=1e-5, rtol=0)
+
+
+def test_attention_over_time_does_not_care_how_positions_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = latents_of((7, 2, 2, 8), 1), latents_of((7, 2, 5, 8), 2), latents_of((7, 2, 5, 8), 3)
+    whole = attention_over_time(query, key, value)
+    monkeypatch.setattr("decode_service.decoding.attention.MAX_POSITIONS", 3)
+    torch.testing.assert_close(attention_over_time(query, key, value), whole, atol=1e-6, rtol=0)
+
+
+class LargestTensor(TorchFunctionMode):
+    """Elements of the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor):
+            self.elements = max(self.elements, output.numel())
+        return output
+
+
+@pytest.mark.parametrize(("frames", "chunk"), [(1, 1), (3, 1), (3, 2)])
+def test_no_operand_is_larger_than_planned(frames: int, chunk: int) -> None:
+    vae, latents = model(decode_block_out_channels=(64, 96, 32, 32)), latents_of((1, 4, frames, 18, 16))
+    family = CosmosFamily(vae, "tiny")
+    with torch.inference_mode(), LargestTensor() as largest:
+        list(family.decode(latents, chunk))
+    spec = family.spec
+    planned = max(spec.operand_per_pixel_first, min(chunk, frames - 1) * spec.operand_per_pixel) * 144 * 128
+    # A padded operand has two rows and columns more, which planning leaves out.
+    assert 0.6 * planned <= largest.elements <= planned * 1.1
+
+
+def test_the_released_configuration() -> None:
+    with torch.device("meta"):
+        spec = CosmosFamily(diffusers.AutoencoderKLCosmos(latents_mean=None, latents_std=None), "cosmos").spec
+    assert spec.output_extents((1, 16, 16, 88, 160)) == (121, 704, 1280)
+    assert spec.tiles == StrideTiles(512, 448)
+    # At a quarter of the height and the width: 256 channels of 3 frames; of 2 and 2 frames, or 512 of 2.
+    assert (spec.operand_per_pixel_first, spec.operand_per_pixel) == (48, 64)
