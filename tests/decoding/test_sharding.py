@@ -45,7 +45,6 @@ BOX_2X2 = torch.ones(2, 3, 2, 2)
 CHANNEL_MIX = nn.Linear(3, 5)
 
 
-
 def by_two_passes(x: torch.Tensor) -> torch.Tensor:
     """A causal convolution over three frames, then over the rest with the last padded frames of the first three."""
     before, outputs = None, []

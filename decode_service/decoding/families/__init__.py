@@ -14,6 +14,8 @@ from decode_service.decoding.families.hunyuan_image import HunyuanImageFamily
 from decode_service.decoding.families.hunyuan_image_refiner import HunyuanImageRefinerFamily
 from decode_service.decoding.families.hunyuan_video import HunyuanVideoFamily
 from decode_service.decoding.families.hunyuan_video15 import HunyuanVideo15Family
+from decode_service.decoding.families.kvae import KVAEFamily
+from decode_service.decoding.families.kvae_video import KVAEVideoFamily
 from decode_service.decoding.families.ltx2_video import LTX2VideoFamily
 from decode_service.decoding.families.ltx_video import LTXVideoFamily
 from decode_service.decoding.families.magvit import MagvitFamily
@@ -35,6 +37,7 @@ FAMILIES: dict[str, type[Family]] = {
         MochiFamily,
         TemporalDecoderFamily,
         MagvitFamily,
+        KVAEVideoFamily,
         AllegroFamily,
         Flux2Family,
         HunyuanImageFamily,
@@ -42,6 +45,7 @@ FAMILIES: dict[str, type[Family]] = {
         AutoencoderDCFamily,
         AutoencoderTinyFamily,
         AsymmetricAutoencoderKLFamily,
+        KVAEFamily,
         HunyuanVideoFamily,
         HunyuanVideo15Family,
         LTXVideoFamily,
