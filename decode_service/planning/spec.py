@@ -107,12 +107,14 @@ class ModelSpec:
         exact_axes: axes that can be sharded exactly: a subset of ``("height", "width")``.
         no_exact_axes_reason: why not, where ``exact_axes`` is empty.
         tile_only: the model's own contract asks for tiles; ``auto`` means tile.
-        tiles: tile geometry.
+        tiles: tile geometry, or None where the model has no tile mode.
+        no_tiles_reason: why not, where ``tiles`` is None.
         chunked: whether the temporal chunk length is free (causal decoders).
         operand_per_pixel: elements of the widest operand of a pass over one later latent frame, per output pixel of one
             frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
         operand_per_pixel_first: the same for the pass over the first latent frame.
         min_cells: latent rows and columns that a frame needs at least.
+        fixed_cells: latent rows, and as many columns, that every frame has; 0 where a frame may have any size.
         pass_frames: latent frames of one pass at most, the first included, where a pass takes many at once (then the
             operand is that of the first and of all later ones together; ``WHOLE_CLIP`` where it takes all); 0 where the
             chunk length says it.
@@ -128,14 +130,16 @@ class ModelSpec:
     frame_rule: FrameRule | None
     accepts_images: bool
     exact_axes: tuple[str, ...]
-    tiles: StrideTiles | RectangleTiles | OverlapTiles
+    tiles: StrideTiles | RectangleTiles | OverlapTiles | None
     no_exact_axes_reason: str = ""
+    no_tiles_reason: str = ""
     tile_only: bool = False
     chunked: bool = True
     operand_per_pixel: int = 0
     operand_per_pixel_first: int = 0
     pass_frames: int = 0
     min_cells: int = 1
+    fixed_cells: int = 0
 
     @property
     def decoder_channels(self) -> int:
@@ -147,7 +151,8 @@ class ModelSpec:
         if self.tile_only:
             return ("tile",)
         divided = ("batch", *(f"spatial_shard_{axis}" for axis in self.exact_axes)) if ranks > 1 else ()
-        return ("direct", *divided, "tile")
+        tiled = () if self.tiles is None else ("tile",)
+        return ("direct", *divided, *tiled)
 
     def latent_ndims(self) -> tuple[int, ...]:
         """Numbers of dimensions that latents may have."""

@@ -244,3 +244,42 @@ def test_any_request_gives_a_plan_that_survives_the_wire_and_covers_everything(
         assert sum(column.keep for column in made.tiles.columns) == made.output_width == width * 8
     assert made.output_frames == 1 + 4 * (frames - 1)
     assert (made.fallback is not None) == (mode not in ("auto", made.mode))
+
+
+class TestWithoutTiles:
+    """A model that has no tile mode at all."""
+
+    SPEC = replace(
+        QWEN, frame_rule=None, chunked=False, tiles=None, no_tiles_reason="it has one size", operand_per_pixel_first=288
+    )
+
+    def test_its_modes_have_no_tile(self) -> None:
+        assert self.SPEC.modes(2) == ("direct", "batch", "spatial_shard_height", "spatial_shard_width")
+
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_asking_for_tiles_is_an_error_that_says_why(self, strict: bool) -> None:
+        with pytest.raises(UnsupportedModeError, match="tile is not possible for qwen: it has one size; use direct"):
+            plan((1, 16, 60, 60), spec=self.SPEC, mode="tile", strict=strict)
+
+    def test_a_forced_mode_that_cannot_run_falls_back_to_one_rank(self) -> None:
+        chosen = plan((1, 16, 3, 40), spec=self.SPEC, mode="spatial_shard_height")
+        assert chosen.mode == "direct" and chosen.exact
+        assert chosen.fallback is not None and "3 latent cells" in chosen.fallback
+        with pytest.raises(UnsupportedModeError, match="batch cannot decode this request"):
+            plan((1, 16, 3, 40), spec=self.SPEC, mode="batch", strict=True)
+
+    def test_auto_takes_one_rank_where_a_group_cannot_share_the_frame(self) -> None:
+        chosen = plan((1, 16, 3, 3), spec=self.SPEC, policy=Policy(direct_max_pixels=0))
+        assert chosen.mode == "direct" and "fewer than 4 ranks" in chosen.reason
+
+    @pytest.mark.parametrize("mode", ["auto", "direct", "batch"])
+    def test_what_one_rank_cannot_decode_is_refused(self, mode: str) -> None:
+        with pytest.raises(UnsupportedModeError, match=r"elements.*no tile mode: it has one size"):
+            plan((1, 16, 540, 960), spec=self.SPEC, ranks=1, mode=mode)
+
+    def test_a_frame_of_another_size_than_the_fixed_one_is_refused(self) -> None:
+        fixed = replace(self.SPEC, fixed_cells=16)
+        assert plan((1, 16, 16, 16), spec=fixed).output_height == 128
+        for cells in ((16, 8), (8, 16), (32, 32)):
+            with pytest.raises(InvalidLatentsError, match="one size, 16 x 16 latent cells"):
+                plan((1, 16, *cells), spec=fixed)

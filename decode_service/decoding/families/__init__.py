@@ -23,6 +23,7 @@ from decode_service.decoding.families.minimax_h3 import MiniMaxH3Family
 from decode_service.decoding.families.mochi import MochiFamily
 from decode_service.decoding.families.qwen_image import QwenImageFamily
 from decode_service.decoding.families.qwen_image21 import QwenImage21Family
+from decode_service.decoding.families.rae import RAEFamily
 from decode_service.decoding.families.temporal_decoder import TemporalDecoderFamily
 from decode_service.decoding.families.wan import WanFamily
 
@@ -46,6 +47,7 @@ FAMILIES: dict[str, type[Family]] = {
         AutoencoderTinyFamily,
         AsymmetricAutoencoderKLFamily,
         KVAEFamily,
+        RAEFamily,
         HunyuanVideoFamily,
         HunyuanVideo15Family,
         LTXVideoFamily,
