@@ -111,6 +111,8 @@ class ShardedFrame(TorchFunctionMode):
             marks = self._channels_last and func in POINTWISE and isinstance(output, torch.Tensor)
             if marks and any(map(self._is_channels_last, args)):
                 self._channels_last[output] = True
+            if func in _SAME_ELEMENTS and args and args[0].shape[self.dim :] == output.shape[self.dim :]:
+                self._carry_halo(args[0], output)
             return output
         handler = _HANDLERS.get(func)
         if handler is None:
@@ -508,6 +510,24 @@ class ShardedFrame(TorchFunctionMode):
         # Only plain slices keep the dimensions, so only of them is it known which one the halo is in.
         return self._carry_halo(x, result) if all(isinstance(entry, slice) for entry in entries) else result
 
+    def _setitem(self, func: Callable[..., Any], x: torch.Tensor, index: Any, value: Any) -> None:
+        """Writing into a band: whole rows of it, from a number or from a band with as many rows."""
+        entries = index if isinstance(index, tuple) else (index,)
+        plain = all(type(entry) in (int, slice) or entry is Ellipsis for entry in entries)
+        if x.dim() < 4 or not plain:
+            raise UnshardableOperation(f"writing to {x.dim()}-D bands at {index} is not covered")
+        if Ellipsis in entries:
+            at = entries.index(Ellipsis)
+            entries = entries[:at] + (slice(None),) * (x.dim() - len(entries) + 1) + entries[at + 1 :]
+        rest = entries[x.dim() + self.dim :]
+        if any(entry != slice(None) for entry in rest):
+            raise UnshardableOperation(f"writing to a part of the sharded axis, {rest[0]}, is not covered")
+        if isinstance(value, torch.Tensor) and value.dim():
+            same_rows = value.dim() >= 4 and value.shape[self.dim :] == x.shape[self.dim :]
+            if not same_rows or self._halos.get(value, 0) != self._halos.get(x, 0):
+                raise UnshardableOperation(f"writing {list(value.shape)} to a band {list(x.shape)} is not covered")
+        func(x, index, value)
+
 
 def _outside(x: torch.Tensor, dim: int, rows: int, mode: str, value: float, *, at_start: bool) -> torch.Tensor:
     """``rows`` rows beyond the edge of the frame, as ``F.pad`` makes them."""
@@ -557,6 +577,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.rms_norm: ShardedFrame._last_dim,
     F.dropout: ShardedFrame._dropout,
     torch.Tensor.__getitem__: ShardedFrame._getitem,
+    torch.Tensor.__setitem__: ShardedFrame._setitem,
     torch.chunk: ShardedFrame._chunk,
     torch.Tensor.chunk: ShardedFrame._chunk,
     torch.cat: ShardedFrame._cat,
@@ -568,6 +589,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.mean: ShardedFrame._mean,
     torch.Tensor.repeat: ShardedFrame._repeat,
 }
+# Local functions whose result holds the elements of their first argument where they were, halo rows included.
+_SAME_ELEMENTS = frozenset({torch.clone, torch.Tensor.clone, torch.Tensor.contiguous, torch.Tensor.expand})
 # What may see bands whose channels are the last dimension, besides functions of each position.
 _CHANNELS_LAST = frozenset(
     {

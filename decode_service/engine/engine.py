@@ -167,6 +167,7 @@ class DecodeEngine:
             "exact_axes": list(spec.exact_axes),
             "no_exact_axes_reason": spec.no_exact_axes_reason,
             "tile_only": spec.tile_only,
+            "no_tiles_reason": spec.no_tiles_reason,
             "tested": spec.tested,
             "modes": list(spec.modes(self._group.size)),
             "group": {"ranks": self._group.size, "device": config.group.device},
@@ -420,10 +421,12 @@ class DecodeEngine:
         plan = task.plan
         cheaper = None if "memory" in answered or not may_change_plan else self._cheaper_plan(plan)
         if cheaper is None:
+            advice = "items or frames, a smaller frame, or allow tile mode (strict: false)"
+            if self.spec.tiles is None:
+                advice = "items or a smaller frame, or use ranks with more memory"
             raise OutOfMemoryError(
                 f"decoding {list(plan.latent_shape)} in {plan.mode} mode does not fit the memory of a rank: send fewer "
-                "items or frames, or a smaller frame"
-                + (", or allow tile mode (strict: false)" if self.spec.tiled else ""),
+                + advice,
                 param="latents.shape",
             )
         answered.add("memory")

@@ -5,7 +5,7 @@ enough for one rank is decoded by one; otherwise the longer axis with at least a
 width on ties; a model that cannot be sharded is decoded by one rank; otherwise tiles, or one rank where a model has no tile
 mode. Where that divides a request that is not too large over all ranks, exactly, and there are as many requests as ranks
 (``Load``), one rank decodes it instead. A forced mode is never reinterpreted silently: where it cannot run, the plan falls
-back likewise and says so, and ``strict`` makes that an error.
+back to tiles (to one rank where the model has none) and says so, and ``strict`` makes that an error.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ LIKELY_VAES = {
     48: "Wan 2.2 5B (TI2V)",
     64: "packed FLUX.1 or Qwen-Image latents, which go as (B,tokens,64) with layout packed",
     128: "LTX-Video, or packed FLUX.2 latents",
+    768: "a representation autoencoder (RAE)",
 }
 
 
@@ -76,6 +77,12 @@ def validate_latents(spec: ModelSpec, shape: tuple[int, ...]) -> None:
     if min(shape[-2:]) < spec.min_cells:
         raise InvalidLatentsError(
             f"{spec.name} ({spec.class_name}) needs at least {spec.min_cells} latent rows and columns, got {list(shape)}",
+            param="latents.shape",
+        )
+    if spec.fixed_cells and set(shape[-2:]) != {spec.fixed_cells}:
+        raise InvalidLatentsError(
+            f"{spec.name} ({spec.class_name}) decodes pictures of one size, {spec.fixed_cells} x {spec.fixed_cells} latent "
+            f"cells, got {shape[-2]} x {shape[-1]} in {list(shape)}",
             param="latents.shape",
         )
     if len(shape) == 5 and spec.frame_rule is not None:
@@ -193,11 +200,12 @@ class _Planner:
         if not direct_problem and not self.spec.exact_axes:
             return self.direct(f"one rank decodes exactly, and no group can: {self.spec.no_exact_axes_reason}")
         problems = "; ".join(dict.fromkeys(filter(None, (self.problem(m) for m in ("direct", *self.axes_by_length())))))
-        if not self.spec.tiled:
+        if self.spec.tiles is None:
             if not direct_problem:
-                return self.direct(f"one rank decodes exactly, and no group can: {problems}")
+                return self.direct(f"one rank decodes exactly, and this group cannot: {problems}")
             raise UnsupportedModeError(
-                f"{list(self.shape)} cannot be decoded by {self.size} ranks: {problems}; {self.problem('tile')}",
+                f"{list(self.shape)} cannot be decoded by {self.size} ranks: {problems}; there is no tile mode: "
+                f"{self.spec.no_tiles_reason}",
                 param="latents.shape",
             )
         return self.tile(f"no exact mode can run: {problems}")
@@ -211,16 +219,25 @@ class _Planner:
             if mode == "direct":
                 return self.direct(reason)
             return self.divided(mode, reason)
-        if self.spec.tile_only and mode.startswith("spatial_shard"):
-            # Not a matter of size: no request to this model can ever be sharded, so falling back would hide a mistake.
+        # Not a matter of size: no request to such a model can ever run so, and falling back would hide a mistake.
+        if mode == "tile" or (self.spec.tile_only and mode.startswith("spatial_shard")):
+            instead = "tile" if self.spec.tile_only else "direct"
             raise UnsupportedModeError(
-                f"{mode} is not possible for {self.spec.name}: {problem}; use tile or auto", param="mode"
+                f"{mode} is not possible for {self.spec.name}: {problem}; use {instead} or auto", param="mode"
             )
-        if strict or (not self.spec.tiled and self.problem("direct")):
+        if strict:
             raise UnsupportedModeError(f"{mode} cannot decode this request: {problem}", param="mode")
-        if not self.spec.tiled:
-            return self.direct("the mode that was asked for cannot run", fallback=f"{mode} cannot run: {problem}")
-        return self.tile("the mode that was asked for cannot run", fallback=f"{mode} cannot run: {problem}")
+        reason, fallback = "the mode that was asked for cannot run", f"{mode} cannot run: {problem}"
+        if self.spec.tiles is not None:
+            return self.tile(reason, fallback=fallback)
+        direct_problem = self.problem("direct")
+        if direct_problem is not None:
+            raise UnsupportedModeError(
+                f"{fallback}, one rank cannot decode it either ({direct_problem}), and there is no tile mode: "
+                f"{self.spec.no_tiles_reason}",
+                param="mode",
+            )
+        return self.direct(reason, fallback=fallback)
 
     def axes_by_length(self) -> tuple[str, str]:
         """Both spatial modes, the longer axis first, width on ties."""
@@ -232,7 +249,7 @@ class _Planner:
         """Why ``mode`` cannot decode this request, or None."""
         spec = self.spec
         if mode == "tile":
-            return None if spec.tiled else f"{spec.class_name} has no tile mode"
+            return spec.no_tiles_reason if spec.tiles is None else None
         if spec.tile_only:
             return f"{spec.class_name} decodes by its own tiles only; {spec.no_exact_axes_reason}"
         if mode == "batch":
@@ -298,6 +315,7 @@ class _Planner:
         return self.plan(mode, ranks, axis, split(extent, ranks), reason)
 
     def tile(self, reason: str, *, fallback: str | None = None) -> DecodePlan:
+        assert self.spec.tiles is not None
         grid = self.spec.tiles.grid(self.shape[-2], self.shape[-1], self.spec.spatial_ratio, self.spec.decoder_ratio)
         work = grid.areas() * self.spec.tile_parts(self.shape)
         ranks = min(self.size, len(work))

@@ -126,8 +126,8 @@ class ModelSpec:
         exact_axes: axes that can be sharded exactly: a subset of ``("height", "width")``.
         no_exact_axes_reason: why not, where ``exact_axes`` is empty.
         tile_only: the model's own contract asks for tiles; ``auto`` means tile.
-        tiles: tile geometry.
-        tiled: whether there is a tile mode; ``tiles`` means nothing where there is none.
+        tiles: tile geometry, or None where the model has no tile mode.
+        no_tiles_reason: why not, where ``tiles`` is None.
         tested: whether the model's family is one that tests compare with diffusers.
         chunked: whether the temporal chunk length is free (causal decoders).
         operand_per_pixel: elements of the widest operand of a pass over one later latent frame, per output pixel of one
@@ -137,6 +137,7 @@ class ModelSpec:
         normalized_frames: latent frames that can be denormalized at most, where every frame has statistics of its own; 0
             where any number can.
         no_denormalize_reason: why normalized latents cannot be taken at all, or empty.
+        fixed_cells: latent rows, and as many columns, that every frame has; 0 where a frame may have any size.
         pass_frames: latent frames of one pass at most, the first included, where a pass takes many at once (then the
             operand is that of the first and of all later ones together; ``WHOLE_CLIP`` where it takes all); 0 where the
             chunk length says it.
@@ -155,10 +156,10 @@ class ModelSpec:
     frame_rule: FrameRule | None
     accepts_images: bool
     exact_axes: tuple[str, ...]
-    tiles: StrideTiles | RectangleTiles | OverlapTiles
+    tiles: StrideTiles | RectangleTiles | OverlapTiles | None
     no_exact_axes_reason: str = ""
+    no_tiles_reason: str = ""
     tile_only: bool = False
-    tiled: bool = True
     tested: bool = True
     chunked: bool = True
     operand_per_pixel: int = 0
@@ -169,6 +170,7 @@ class ModelSpec:
     default_timestep: float | None = None
     normalized_frames: int = 0
     no_denormalize_reason: str = ""
+    fixed_cells: int = 0
 
     @property
     def decoder_channels(self) -> int:
@@ -180,7 +182,8 @@ class ModelSpec:
         if self.tile_only:
             return ("tile",)
         divided = ("batch", *(f"spatial_shard_{axis}" for axis in self.exact_axes)) if ranks > 1 else ()
-        return ("direct", *divided, "tile") if self.tiled else ("direct", *divided)
+        tiled = () if self.tiles is None else ("tile",)
+        return ("direct", *divided, *tiled)
 
     def latent_ndims(self) -> tuple[int, ...]:
         """Numbers of dimensions that latents may have."""

@@ -157,6 +157,50 @@ class RemainderFirstFrames:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentFrames:
+    """KVAE: segments of a fixed number of latent frames, each handing a cache to the next.
+
+    The rule is that of ``AutoencoderKLKVAEVideo._decode`` in diffusers 0.42. How frames are grouped is part of the model:
+    statistics are taken per segment, and a segment of one latent frame is not upsampled in time wherever it stands. So a
+    clip whose last segment has a single frame (6, 10, 14, ... latent frames of the released model) ends early.
+
+    Attributes:
+        first: latent frames of the first segment.
+        later: latent frames of every other one; the last may have fewer.
+        ratio: pixel frames per latent frame.
+    """
+
+    first: int
+    later: int
+    ratio: int
+
+    def chunks(self, latent_frames: int) -> tuple[tuple[int, int], ...]:
+        """``(start, stop)`` of every decoder pass."""
+        first = min(self.first, latent_frames)
+        starts = range(first, latent_frames, self.later)
+        return ((0, first), *((t, min(t + self.later, latent_frames)) for t in starts))
+
+    def frames(self, latent_frames: int) -> int:
+        whole = 1 + self.ratio * (latent_frames - 1)
+        return whole - (self.ratio - 1 if self._ends_early(latent_frames) else 0)
+
+    def _ends_early(self, latent_frames: int) -> bool:
+        beyond = latent_frames - self.first
+        return beyond > 0 and (beyond == 1 or beyond % self.later == 1)
+
+    def problem(self, latent_frames: int) -> str | None:
+        return None if latent_frames >= 1 else "at least one latent frame is needed"
+
+    def describe(self) -> str:
+        if self.ratio == 1:
+            return "T"
+        return (
+            f"1 + {self.ratio} * (T - 1), and {self.ratio - 1} fewer where T is {self.first + 1} + {self.later} * n: "
+            "a last segment of one latent frame gives one frame"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class OverlapFrames:
     """Allegro: clips that overlap and are cross-faded, laid out in time as tiles are in space.
 

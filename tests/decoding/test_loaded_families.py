@@ -18,6 +18,8 @@ from tests.decoding import (
     test_allegro,
     test_cogvideox,
     test_cosmos,
+    test_kvae,
+    test_kvae_video,
     test_magvit,
     test_mochi,
     test_qwen_image21,
@@ -32,6 +34,8 @@ MODELS: dict[str, tuple[Callable[[], Any], int]] = {
     "cogvideox": (test_cogvideox.model, 5),
     "cosmos": (test_cosmos.model, 3),
     "vidtok": (test_vidtok.model, 3),
+    "kvae": (test_kvae.model, 1),
+    "kvae-video": (test_kvae_video.model, 6),
     "mochi": (test_mochi.model, 3),
     "svd": (test_temporal_decoder.model, 3),
     "easyanimate": (test_magvit.model, 3),
@@ -45,12 +49,14 @@ def test_a_model_from_a_folder_decodes_as_the_one_that_was_saved(name: str, tmp_
     vae.save_pretrained(tmp_path)
     decoder = RankDecoder.load(ModelSource("tiny", str(tmp_path)), device="cpu")
     assert decoder.spec.family == name and decoder.describe()["frame_rule"]
-    plan = make_plan(decoder.spec, tuple(latents.shape), group_size=1, policy=Policy())
-    part = decoder.decode(plan, latents.numpy(), "float32", denormalize=False, pixels=PixelFormat("float32", "model"))
+    sent = latents if decoder.spec.frame_rule else latents.squeeze(2)
+    plan = make_plan(decoder.spec, tuple(sent.shape), group_size=1, policy=Policy())
+    part = decoder.decode(plan, sent.numpy(), "float32", denormalize=False, pixels=PixelFormat("float32", "model"))
     assert part.array is not None
     with torch.inference_mode():
         family = FAMILIES[type(vae).__name__](vae, "tiny")
         expected = family.to_model_range(torch.cat(list(family.decode(latents, plan.chunk)), 2))
+    expected = expected if sent is latents else expected.squeeze(2)
     torch.testing.assert_close(torch.from_numpy(part.array), expected, atol=1e-6, rtol=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,25 @@ BOX_3D = torch.ones(2, 3, 3, 3, 3) / 27
 BOX_2D = torch.ones(2, 3, 3, 3)
 BOX_2X2 = torch.ones(2, 3, 2, 2)
 CHANNEL_MIX = nn.Linear(3, 5)
+
+
+def by_two_passes(x: torch.Tensor) -> torch.Tensor:
+    """A causal convolution over three frames, then over the rest with the last padded frames of the first three."""
+    before, outputs = None, []
+    for frames in (x[:, :, :3], x[:, :, 3:]):
+        padded = F.pad(frames, (1, 1, 1, 1, 0, 0), mode="replicate")
+        if before is None:
+            before = padded[:, :, :1].expand(-1, -1, 2, -1, -1)
+        output = torch.empty(1, 2, *frames.shape[2:], dtype=x.dtype, device=x.device)
+        output[:, :, :2] = F.conv3d(torch.cat([before, padded[:, :, :2]], 2), BOX_3D)
+        if frames.shape[2] > 2:
+            output[:, :, 2:] = F.conv3d(padded, BOX_3D)
+        before = torch.clone(padded[:, :, -2:])
+        written = torch.empty_like(output)
+        written[...] = output
+        outputs.append(written.contiguous())
+    return torch.cat(outputs, 2)
+
 
 OPERATIONS: dict[str, tuple[tuple[int, ...], Operation]] = {
     "conv2d": ((1, 3, 7, 9), nn.Conv2d(3, 4, 3, padding=1)),
@@ -107,6 +127,11 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Operation]] = {
             torch.cat([part[:, :, 1:] for part in torch.chunk(F.pad(x, (1, 1, 1, 1)), 2, dim=2)], 2), BOX_3D
         ),
     ),
+    "channels moved into pixels": (
+        (1, 8, 3, 5),
+        lambda x: F.conv2d(F.pixel_shuffle(x.repeat_interleave(2, dim=1), 2)[:, :3], BOX_2D, padding=1),
+    ),
+    "padded frames kept and joined with the next, written to a clip": ((1, 3, 5, 7, 9), lambda x: by_two_passes(x)),
     "pixel-wise functions": ((1, 3, 7, 9), lambda x: (F.silu(x) * 2 + x.clamp(-1, 1)).to(torch.float64).float()),
 }
 
@@ -170,6 +195,12 @@ def test_a_group_norm_decoder_with_attention_runs_unmodified(axis: str) -> None:
     assert (actual - expected).abs().max() < 1e-5
 
 
+def written(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    x = x.clone()
+    x[index] = value
+    return x
+
+
 UNCOVERED: dict[str, tuple[tuple[int, ...], Operation]] = {
     "strided convolution": ((1, 3, 8, 8), nn.Conv2d(3, 4, 3, stride=2, padding=1)),
     "convolution without padding": ((1, 3, 8, 8), nn.Conv2d(3, 4, 3)),
@@ -215,6 +246,14 @@ UNCOVERED: dict[str, tuple[tuple[int, ...], Operation]] = {
     "appending positions as channels": (
         (1, 3, 8, 8),
         lambda x: torch.cat([x, torch.arange(x.shape[-2]).view(1, 1, -1, 1).expand_as(x).to(x)], 1),
+    ),
+    "writing to a part of the axis": ((1, 3, 8, 8), lambda x: written(x, (..., slice(1, 3), slice(1, 3)), 0.0)),
+    "writing to rows by number": ((1, 3, 8, 8), lambda x: written(x, (0, 0, 1, 1), 0.0)),
+    "writing where a mask says": ((1, 3, 8, 8), lambda x: written(x, x > 0, 0.0)),
+    "writing one row to all": ((1, 3, 8, 8), lambda x: written(x, ..., torch.zeros(1, 3, 1, 1))),
+    "writing what is padded to what is not": (
+        (1, 3, 8, 8),
+        lambda x: written(torch.empty(1, 3, *F.pad(x, (1, 1, 1, 1)).shape[2:]), ..., F.pad(x, (1, 1, 1, 1))),
     ),
     "normalizing over the picture": ((1, 3, 8, 8), lambda x: F.normalize(F.normalize(x, dim=-1), dim=-2)),
 }

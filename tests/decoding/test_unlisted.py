@@ -82,7 +82,7 @@ def test_a_class_of_diffusers_decodes_from_a_folder_as_it_does_there(name: str, 
     vae.save_pretrained(tmp_path)
     decoder = RankDecoder.load(ModelSource("tiny", str(tmp_path)), device="cpu", compile_enabled=True)
     spec = decoder.spec
-    assert (spec.family, spec.class_name, spec.tested, spec.tiled) == ("unlisted", name, False, False)
+    assert (spec.family, spec.class_name, spec.tested, spec.tiles) == ("unlisted", name, False, None)
     assert "tested families" in decoder.describe()["compile"]["reason"]
 
     plan = make_plan(spec, shape, group_size=1, policy=Policy())

@@ -45,6 +45,14 @@ def test_lossy_formats_keep_the_size_and_stay_close(name):
     assert np.abs(found.astype(int) - pixels).mean() < 3
 
 
+def test_lossy_webp_keeps_alpha_as_it_is():
+    pixels = smooth(channels=4)
+    found = read(encode("webp", pixels).data)[1]
+    assert found.shape == pixels.shape == (253, 417, 4)
+    np.testing.assert_array_equal(found[..., 3], pixels[..., 3])
+    assert np.abs(found[..., :3].astype(int) - pixels[..., :3]).mean() < 3
+
+
 @pytest.mark.parametrize("name", ["jpeg", "webp"])
 def test_quality_trades_bytes(name):
     sizes = [len(encode(name, smooth(), quality=quality).data) for quality in (10, 60, 99)]

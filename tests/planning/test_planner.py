@@ -338,37 +338,47 @@ class TestDenormalizing:
             validate_denormalize(replace(WAN, no_denormalize_reason="none in its config"), (1, 16, 8, 8))
 
 
-class TestWithoutTiles:
-    UNTILED = replace(WAN, tiled=False)
-    WHOLE = replace(UNTILED, exact_axes=(), no_exact_axes_reason="nobody tried")
-
-    def test_tile_is_no_mode(self) -> None:
-        assert "tile" not in self.UNTILED.modes(4) and self.WHOLE.modes(4) == ("direct", "batch")
-        with pytest.raises(UnsupportedModeError, match="AutoencoderKLWan has no tile mode"):
-            plan((1, 16, 5, 30, 40), spec=self.UNTILED, mode="tile", strict=True)
-
-    def test_a_forced_mode_that_cannot_run_falls_back_to_one_rank(self) -> None:
-        for mode in ("tile", "spatial_shard_width"):
-            chosen = plan((1, 16, 5, 30, 40), spec=self.WHOLE, mode=mode)
-            assert chosen.mode == "direct" and chosen.exact and chosen.tiles is None
-            assert chosen.fallback is not None and chosen.fallback.startswith(f"{mode} cannot run: ")
-
-    def test_auto_decodes_on_one_rank_what_a_group_cannot_share(self) -> None:
-        assert plan((1, 16, 5, 30, 40), spec=self.UNTILED).mode == "spatial_shard_width"
-        narrow = plan((1, 16, 1, 3, 7), spec=self.UNTILED, ranks=8, policy=Policy(direct_max_pixels=0))
-        assert narrow.mode == "direct" and "fewer than 8 ranks" in narrow.reason
-        assert plan((1, 16, 5, 100, 130), spec=self.WHOLE).mode == "direct"
-
-    def test_what_no_rank_can_hold_is_an_error(self) -> None:
-        huge = (1, 16, 21, 270, 480)
-        assert plan(huge, ranks=1).mode == "tile"
-        for mode in ("auto", "direct", "tile"):
-            with pytest.raises(UnsupportedModeError, match=r"elements|no tile mode"):
-                plan(huge, spec=self.WHOLE, ranks=1, mode=mode)
-
-
 def test_a_plan_says_that_a_model_is_untested() -> None:
     tested, untested = plan((1, 16, 5, 30, 40)), plan((1, 16, 5, 30, 40), spec=replace(WAN, tested=False))
     assert tested.public()["tested"] is True and "untested" not in tested.reason
     assert untested.public()["tested"] is False and "; untested: AutoencoderKLWan" in untested.reason
     assert DecodePlan.from_dict(json.loads(json.dumps(untested.to_dict()))) == untested
+
+
+class TestWithoutTiles:
+    """A model that has no tile mode at all."""
+
+    SPEC = replace(
+        QWEN, frame_rule=None, chunked=False, tiles=None, no_tiles_reason="it has one size", operand_per_pixel_first=288
+    )
+
+    def test_its_modes_have_no_tile(self) -> None:
+        assert self.SPEC.modes(2) == ("direct", "batch", "spatial_shard_height", "spatial_shard_width")
+
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_asking_for_tiles_is_an_error_that_says_why(self, strict: bool) -> None:
+        with pytest.raises(UnsupportedModeError, match="tile is not possible for qwen: it has one size; use direct"):
+            plan((1, 16, 60, 60), spec=self.SPEC, mode="tile", strict=strict)
+
+    def test_a_forced_mode_that_cannot_run_falls_back_to_one_rank(self) -> None:
+        chosen = plan((1, 16, 3, 40), spec=self.SPEC, mode="spatial_shard_height")
+        assert chosen.mode == "direct" and chosen.exact
+        assert chosen.fallback is not None and "3 latent cells" in chosen.fallback
+        with pytest.raises(UnsupportedModeError, match="batch cannot decode this request"):
+            plan((1, 16, 3, 40), spec=self.SPEC, mode="batch", strict=True)
+
+    def test_auto_takes_one_rank_where_a_group_cannot_share_the_frame(self) -> None:
+        chosen = plan((1, 16, 3, 3), spec=self.SPEC, policy=Policy(direct_max_pixels=0))
+        assert chosen.mode == "direct" and "fewer than 4 ranks" in chosen.reason
+
+    @pytest.mark.parametrize("mode", ["auto", "direct", "batch"])
+    def test_what_one_rank_cannot_decode_is_refused(self, mode: str) -> None:
+        with pytest.raises(UnsupportedModeError, match=r"elements.*no tile mode: it has one size"):
+            plan((1, 16, 540, 960), spec=self.SPEC, ranks=1, mode=mode)
+
+    def test_a_frame_of_another_size_than_the_fixed_one_is_refused(self) -> None:
+        fixed = replace(self.SPEC, fixed_cells=16)
+        assert plan((1, 16, 16, 16), spec=fixed).output_height == 128
+        for cells in ((16, 8), (8, 16), (32, 32)):
+            with pytest.raises(InvalidLatentsError, match="one size, 16 x 16 latent cells"):
+                plan((1, 16, *cells), spec=fixed)

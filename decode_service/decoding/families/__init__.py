@@ -15,6 +15,8 @@ from decode_service.decoding.families.hunyuan_image import HunyuanImageFamily
 from decode_service.decoding.families.hunyuan_image_refiner import HunyuanImageRefinerFamily
 from decode_service.decoding.families.hunyuan_video import HunyuanVideoFamily
 from decode_service.decoding.families.hunyuan_video15 import HunyuanVideo15Family
+from decode_service.decoding.families.kvae import KVAEFamily
+from decode_service.decoding.families.kvae_video import KVAEVideoFamily
 from decode_service.decoding.families.ltx2_video import LTX2VideoFamily
 from decode_service.decoding.families.ltx_video import LTXVideoFamily
 from decode_service.decoding.families.magvit import MagvitFamily
@@ -22,6 +24,7 @@ from decode_service.decoding.families.minimax_h3 import MiniMaxH3Family
 from decode_service.decoding.families.mochi import MochiFamily
 from decode_service.decoding.families.qwen_image import QwenImageFamily
 from decode_service.decoding.families.qwen_image21 import QwenImage21Family
+from decode_service.decoding.families.rae import RAEFamily
 from decode_service.decoding.families.temporal_decoder import TemporalDecoderFamily
 from decode_service.decoding.families.unlisted import UnlistedFamily
 from decode_service.decoding.families.vidtok import VidTokFamily
@@ -39,6 +42,7 @@ FAMILIES: dict[str, type[Family]] = {
         MochiFamily,
         TemporalDecoderFamily,
         MagvitFamily,
+        KVAEVideoFamily,
         AllegroFamily,
         Flux2Family,
         HunyuanImageFamily,
@@ -46,6 +50,8 @@ FAMILIES: dict[str, type[Family]] = {
         AutoencoderDCFamily,
         AutoencoderTinyFamily,
         AsymmetricAutoencoderKLFamily,
+        KVAEFamily,
+        RAEFamily,
         HunyuanVideoFamily,
         HunyuanVideo15Family,
         LTXVideoFamily,

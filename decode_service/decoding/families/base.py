@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -52,6 +53,14 @@ class Family(ABC):
         self.config: dict[str, Any] = dict(vae.config)
         self.spec = self.make_spec(name, tiles)
         self.call_decoder: Callable[..., torch.Tensor] = vae.decoder
+
+    @classmethod
+    def building(cls) -> AbstractContextManager[None]:
+        """A context in which diffusers makes the model; families enter it to leave out what only encoding needs.
+
+        It may change diffusers for the whole process, so that it must not be entered twice at once.
+        """
+        return nullcontext()
 
     @abstractmethod
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:

@@ -13,6 +13,9 @@ class QwenImageFamily(CausalFamily):
     """``AutoencoderKLQwenImage``: the architecture of Wan 2.1, usually with a single frame.
 
     diffusers clamps its undivided output to [-1, 1] but not its tiled one; here both are clamped.
+
+    Qwen-Image-Layered has four channels (RGBA). What its denoiser makes, (B,C,layers + 1,H,W), is no video: its pipeline
+    drops frame 0 and decodes every layer as a picture of its own, so callers send the layers as a batch (B * layers,C,H,W).
     """
 
     class_names = ("AutoencoderKLQwenImage",)

@@ -1,0 +1,123 @@
+"""Representation autoencoders (RAE): ``AutoencoderRAE``, a vision transformer that decodes features of another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+
+from decode_service.decoding.families.base import Family
+from decode_service.errors import ConfigError
+from decode_service.planning.plan import DecodePlan
+from decode_service.planning.spec import ModelSpec, StrideTiles
+from decode_service.planning.tiles import TileSpan
+
+# B batch, C channels, T latent frames (1 here), H height, W width, S tokens.
+
+_NO_TILES = "its decoder has one position embedding for each token of a picture of one size, and a tile is none"
+
+
+class RAEFamily(Family):
+    """``AutoencoderRAE``: as many tokens as its encoder gives, and a class token, through transformer blocks to patches.
+
+    Pictures have one size. diffusers stretches the latents of other square pictures to it, and takes any rectangle of as
+    many cells for the square, which scrambles the picture; here both are refused.
+
+    The pixels of ``vae.decode`` are RGB over [0, 1].
+    """
+
+    class_names = ("AutoencoderRAE",)
+
+    @classmethod
+    def building(cls) -> AbstractContextManager[None]:
+        """Without the encoder, a model of the transformers library that need not even be installed."""
+        return _without_encoder()
+
+    def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
+        vae, config = self.vae, self.config
+        if tiles is not None:
+            raise ConfigError(f"policy.tile cannot be set for AutoencoderRAE: {_NO_TILES}; remove the setting")
+        if not config["reshape_to_2d"]:
+            raise ConfigError(
+                f"{name} has reshape_to_2d: false, so its latents are tokens (B,N,C); pictures (B,C,H,W) are decoded here"
+            )
+        patch, cells = vae.decoder_patch_size, math.isqrt(vae.num_patches)
+        return ModelSpec(
+            name=name,
+            family="rae",
+            class_name="AutoencoderRAE",
+            latent_channels=config["encoder_hidden_size"],
+            output_channels=config["num_channels"],
+            spatial_ratio=patch,
+            decoder_ratio=patch,
+            frame_rule=None,
+            accepts_images=True,
+            exact_axes=(),
+            no_exact_axes_reason="its class token and its position embeddings belong to the whole picture, not to a band of it",
+            tiles=None,
+            no_tiles_reason=_NO_TILES,
+            chunked=False,
+            operand_per_pixel_first=_widest_operand(
+                tokens=1 + cells**2,
+                channels=max(
+                    config["encoder_hidden_size"],
+                    config["decoder_hidden_size"],
+                    config["decoder_intermediate_size"],
+                    patch**2 * config["num_channels"],
+                ),
+                heads=config["decoder_num_attention_heads"],
+                pixels=(cells * patch) ** 2,
+            ),
+            fixed_cells=cells,
+        )
+
+    def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
+        """Nothing: ``vae.decode`` itself undoes the factor and the statistics of the latents, and so does ``decode``."""
+        return latents_BCTHW
+
+    def decode(self, latents_BCTHW: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
+        vae, scaling = self.vae, self.config["scaling_factor"]
+        x_BCHW = latents_BCTHW.squeeze(2)
+        if scaling != 1.0:
+            x_BCHW = x_BCHW / scaling
+        x_BSC = vae._denormalize_latents(x_BCHW).flatten(2).transpose(1, 2).contiguous()
+        patches_BSC = self.call_decoder(x_BSC, return_dict=False)[0]
+        yield vae._denormalize_image(vae.decoder.unpatchify(patches_BSC)).unsqueeze(2)
+
+    def to_unit_range(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels.clamp(0.0, 1.0) * 2.0 - 1.0
+
+    def decode_tile(
+        self, latents_BCTHW: torch.Tensor, part: int, row: TileSpan, column: TileSpan, chunk: int
+    ) -> torch.Tensor:
+        raise NotImplementedError("AutoencoderRAE is never tiled")
+
+    def tile_shape(self, latent_shape: Sequence[int], part: int, row: TileSpan, column: TileSpan) -> tuple[int, ...]:
+        raise NotImplementedError("AutoencoderRAE is never tiled")
+
+    def merge_tiles(self, plan: DecodePlan, tiles: list[torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError("AutoencoderRAE is never tiled")
+
+
+def _widest_operand(*, tokens: int, channels: int, heads: int, pixels: int) -> int:
+    """Elements of the widest operand per output pixel: what a layer gives for all tokens, or their attention scores."""
+    return math.ceil(tokens * max(channels, heads * tokens) / pixels)
+
+
+@contextmanager
+def _without_encoder() -> Iterator[None]:
+    """diffusers makes ``AutoencoderRAE`` with a module without weights as its encoder, and passes over an encoder's weights."""
+    from diffusers.models.autoencoders import autoencoder_rae
+
+    model, build = autoencoder_rae.AutoencoderRAE, autoencoder_rae._build_encoder
+    ignored = model._keys_to_ignore_on_load_unexpected
+    autoencoder_rae._build_encoder = lambda **_: nn.Identity()
+    model._keys_to_ignore_on_load_unexpected = [*ignored, r"^encoder\."]
+    try:
+        yield
+    finally:
+        autoencoder_rae._build_encoder = build
+        model._keys_to_ignore_on_load_unexpected = ignored
