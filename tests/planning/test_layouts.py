@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,15 @@ class TestPacked:
         # A picture: the pipeline drops the frame dimension after decoding.
         np.testing.assert_array_equal(ours, expected.numpy()[:, :, 0])
 
+    def test_others_that_use_the_vae_of_qwen_image(self) -> None:
+        packed = numbered(2, 15, 64)
+        ours = arranged(QWEN, packed, height=48, width=80)
+        nucleus = method("nucleusmoe_image.pipeline_nucleusmoe_image", "NucleusMoEImagePipeline", "_unpack_latents")
+        np.testing.assert_array_equal(ours, nucleus(torch.from_numpy(packed), 48, 80, 2, 8).numpy()[:, :, 0])
+        krea = method("krea2.pipeline_krea2", "Krea2Pipeline", "_unpack_latents")
+        pipeline = SimpleNamespace(patch_size=2, vae_scale_factor=8)
+        np.testing.assert_array_equal(ours, krea(pipeline, torch.from_numpy(packed), 48, 80).numpy()[:, :, 0])
+
     def test_qwen_image_layered(self) -> None:
         packed = numbered(2, 4 * 6, 64)
         unpack = method("qwenimage.pipeline_qwenimage_layered", "QwenImageLayeredPipeline", "_unpack_latents")
@@ -174,7 +184,7 @@ class TestPacked:
     def test_an_absurd_number_of_frames_is_refused_at_once(self) -> None:
         began = time.perf_counter()
         refused(LTX, (1, 30, 128), height=64, width=160, frames=2**31 - 2)
-        assert time.perf_counter() - began < 0.1
+        assert time.perf_counter() - began < 1.0
 
 
 class TestPlain:
