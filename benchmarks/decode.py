@@ -101,13 +101,19 @@ class Contenders:
 
 
 def measure(
-    contenders: Contenders, latents: torch.Tensor, flops: int, repeats: int, reference: torch.Tensor | None
+    contenders: Contenders,
+    latents: torch.Tensor,
+    flops: int,
+    repeats: int,
+    reference: torch.Tensor | None,
+    matmul: Matmul,
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """One result, and diffusers' pixels.
 
     Args:
         flops: of one decode.
         reference: diffusers' pixels in float32; None where that is what is measured here.
+        matmul: what the machine could do, in the same dtype.
     """
     device = contenders.device
     synchronize = synchronizer(device)
@@ -131,7 +137,6 @@ def measure(
         pixels[name] = contenders.values(outcome)
         measured[name] = {"first_call_s": first_s, "peak_memory_bytes": peak}
         del outcome
-    matmul = Matmul(contenders.dtype, device)
     matmul()
     timings = interleave({**calls, "matmul": matmul}, repeats, synchronize=synchronize)
     peak_flops = matmul.flops / timings["matmul"].best
@@ -209,10 +214,10 @@ def measure_model(model: Model, options: argparse.Namespace, device: torch.devic
     for dtype_name in dtypes:
         gc.collect()
         contenders = Contenders(folder, dtype_name, device, options.threads, compiled=options.compile)
+        matmul = Matmul(contenders.dtype, device, 256 if options.narrow else None)
         for frames, shape in shapes.items():
-            result, theirs = measure(
-                contenders, models.random_latents(shape), flops[frames], options.repeats, reference.get(frames)
-            )
+            latents = models.random_latents(shape)
+            result, theirs = measure(contenders, latents, flops[frames], options.repeats, reference.get(frames), matmul)
             reference.setdefault(frames, theirs)
             clip = f", {frames} latent frame{'s' if frames > 1 else ''}" if model.frames else ""
             out.add({"model": model.name, "case": f"{model.title} {size}x{size}{clip}", "frames": frames, **result})

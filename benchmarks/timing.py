@@ -101,7 +101,6 @@ class Matmul:
 
     def __init__(self, dtype: torch.dtype, device: torch.device, size: int | None = None) -> None:
         self.size = size or (8192 if device.type == "cuda" else 2048)
-        self._repeats = 4
         generator = torch.Generator().manual_seed(0)
         shape = (self.size, self.size)
         self._left, self._right = (
@@ -111,8 +110,7 @@ class Matmul:
     @property
     def flops(self) -> int:
         """Of one call."""
-        return 2 * self.size**3 * self._repeats
+        return 2 * self.size**3
 
     def __call__(self) -> None:
-        for _ in range(self._repeats):
-            torch.mm(self._left, self._right)
+        torch.mm(self._left, self._right)

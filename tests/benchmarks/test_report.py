@@ -19,7 +19,7 @@ COMMANDS = (decode.main, sharding.main, service.main)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models", "wan12"], "unknown model 'wan12': did you mean wan21?"),
+        (["--models", "wan_21"], "unknown model 'wan_21': did you mean wan21?"),
         (["--models", "%"], "unknown model '%': known are autoencoder_kl, qwen_image, wan21, wan22"),
         (["--dtypes", "float16"], "unknown dtype 'float16': did you mean bfloat16?"),
         (["--repeats", "0"], "expected a whole number of at least 1, got '0'"),
