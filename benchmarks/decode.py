@@ -38,7 +38,7 @@ from decode_service.planning.planner import Policy, make_plan
 
 
 class Contenders:
-    """The three ways of decoding one model in one dtype. All return pixels in float32 on the CPU when asked for them."""
+    """The three ways of decoding one model in one dtype, in one process."""
 
     def __init__(self, folder: Path, dtype_name: str, device: torch.device, threads: int, *, compiled: bool) -> None:
         settings: dict[str, Any] = {

@@ -297,7 +297,7 @@ def write_quick_model(folder: Path) -> None:
         encoder_block_out_channels=(4, 4, 4, 4),
         decoder_block_out_channels=(4, 4, 4, 4),
         num_encoder_blocks=(1, 1, 1, 1),
-        num_decoder_blocks=(1, 1, 1, 1),
+        num_decoder_blocks=(1, 1, 1, 0),
     ).save_pretrained(folder)
 
 

@@ -5,9 +5,11 @@ in turn on the same processes:
 
 - ``one``: rank 0 decodes the whole frame, the others wait;
 - ``sharded``: all ranks decode it, divided along the axis that the planner takes, exactly;
-- ``ceiling``: every rank decodes the whole frame for itself at the same time. N decodes in the time t are N / t decodes a
-  second, which is what the machine can give N processes: its memory, caches and clock are shared, so it is less than N
-  times one. No division of one frame could be faster without doing less arithmetic.
+- ``ceiling``: every rank decodes the whole frame for itself at the same time. N of them in the time t are N / t decodes a
+  second, which is what the machine can give N processes: they share its memory, caches and clock, so it is less than N
+  times one. A frame that could be divided at no cost would be decoded in t / N.
+
+Decoders run eagerly everywhere, as the service runs them when it shards.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from benchmarks.models import MODELS, Model
 from benchmarks.ranks import RankPool, Work
 from benchmarks.report import Report
 from benchmarks.timing import interleave
+from local_service import exit_on_signals
 
 
 def measure(pool: RankPool, repeats: int) -> dict[str, Any]:
@@ -163,5 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    # SIGTERM must unwind the stack: the ranks end with this process.
+    exit_on_signals()
     main()
     sys.exit(0)
