@@ -15,7 +15,7 @@ import torch
 from benchmarks import decode, models, sharding
 from benchmarks.models import MODELS
 from benchmarks.ranks import RankFailedError, RankPool, Work
-from benchmarks.service import Transfers, plain_uvicorn
+from benchmarks.service import Transfers, plain_uvicorn, stage_s
 
 
 @pytest.fixture(autouse=True)
@@ -106,10 +106,17 @@ def test_a_rank_that_fails_says_why_and_the_others_end(tmp_path: Path) -> None:
 def test_plain_uvicorn_sends_what_it_should_and_ends() -> None:
     with httpx2.Client() as http:
         with plain_uvicorn(3 << 20) as address:
-            transfers = Transfers(http, "GET", address, b"", [], [])
+            transfers = Transfers(http, "GET", address, b"", [], [], [])
             transfers()
         assert transfers.nbytes == 3 << 20
         assert 0 < transfers.head_s[0] <= transfers.total_s[0]
         assert len(transfers.body_timing().seconds) == 1
         with pytest.raises(httpx2.ConnectError):
             http.get(address)
+
+
+def test_the_time_of_a_stage_is_read_from_the_reply() -> None:
+    header = "queue;dur=1.50, decode;dur=250.00, rank_decode;dur=9.00, total;dur=300.12"
+    assert stage_s(header, "decode") == 0.25
+    assert stage_s(header, "queue") == 0.0015
+    assert stage_s("", "decode") == 0.0
