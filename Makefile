@@ -2,24 +2,28 @@
 #
 #   make demo PYTHON=python3.12                       another interpreter
 #   make test ARGS="-k planner -x"                    more arguments for pytest (or for the demo, or for serve)
+#   make bench BENCH=decode ARGS="--models wan21 --no-compile"     one of the benchmarks, with more arguments
 #   make .venv PIP_ARGS="--extra-index-url URL"       where the CPU wheels of torch are, if not the default index
 
 PYTHON   ?= python3
 PIP_ARGS ?=
 ARGS     ?=
+BENCH    ?= decode sharding service
+DEVICE   ?= cpu
 
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-fast lint format clean
+.PHONY: help demo serve test test-fast bench lint format clean
 
 help:
 	@echo "make demo       decode the sample latents on this machine's CPU and write pictures to demo-output/"
 	@echo "make serve      run the service in the foreground (deploy/config.yaml) until Ctrl-C"
 	@echo "make test       the whole test suite"
 	@echo "make test-fast  without the tests that start Ray or take long"
+	@echo "make bench      the benchmarks, in about half an hour; their reports go to benchmarks/results/"
 	@echo "make lint       ruff, mypy and the import arrows"
 	@echo "make format     ruff, in place"
 	@echo "make clean      remove what these commands made, the virtual environment included"
@@ -35,6 +39,12 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -m "not ray and not slow" $(ARGS)
+
+# The reports are named after the device; ones that were committed are written over.
+bench: $(STAMP)
+	@set -e; for name in $(BENCH); do \
+		$(BIN)/python -m benchmarks.$$name --device $(DEVICE) --json benchmarks/results/$$name-$(DEVICE).json $(ARGS); \
+	done
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
