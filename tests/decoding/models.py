@@ -83,8 +83,8 @@ BUILDERS = {
 }
 
 
-def save(name: str, folder: Path) -> torch.nn.Module:
-    """Write the model ``name`` to ``folder`` in diffusers layout, and return it."""
+def tiny(name: str) -> Any:
+    """The model ``name`` with random weights from a fixed seed, in eval mode."""
     torch.manual_seed(7)
     model = BUILDERS[name]().eval().requires_grad_(False)
     # Random initial weights give pictures near zero, on which a wrong halo could hide within any tolerance.
@@ -92,5 +92,11 @@ def save(name: str, folder: Path) -> torch.nn.Module:
         for parameter in model.decoder.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(1.2)
+    return model
+
+
+def save(name: str, folder: Path) -> torch.nn.Module:
+    """Write the model ``name`` to ``folder`` in diffusers layout, and return it."""
+    model: torch.nn.Module = tiny(name)
     model.save_pretrained(folder)
     return model

@@ -15,22 +15,7 @@ from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
 from tests.decoding.tiled_reference import tiled
-
-
-def dc(**config: Any) -> Any:
-    """A tiny random one, with linear attention at its lowest resolution."""
-    torch.manual_seed(11)
-    widths = (8, 16, 16)
-    defaults = {"latent_channels": 4, "attention_head_dim": 8, "encoder_layers_per_block": (1, 1, 1)}
-    for side in ("encoder", "decoder"):
-        defaults |= {
-            f"{side}_block_out_channels": widths,
-            f"{side}_block_types": ("ResBlock", "ResBlock", "EfficientViTBlock"),
-            f"{side}_layers_per_block": (1, 1, 1),
-            f"{side}_qkv_multiscales": ((), (), (5,)),
-        }
-    return diffusers.AutoencoderDC(**{**defaults, **config}).eval().requires_grad_(False)
-
+from tests.decoding.tiny_models import autoencoder_dc as dc
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "as published": {},

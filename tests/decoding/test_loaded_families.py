@@ -14,23 +14,16 @@ from decode_service.decoding.loading import ModelSource
 from decode_service.decoding.rank import RankDecoder
 from decode_service.planning.plan import PixelFormat
 from decode_service.planning.planner import Policy, make_plan
-from tests.decoding import (
-    test_allegro,
-    test_cogvideox,
-    test_magvit,
-    test_mochi,
-    test_qwen_image21,
-    test_temporal_decoder,
-)
+from tests.decoding import tiny_models
 from tests.decoding.harness import latents_of
 
 # A model, and how many latent frames of it are decoded.
 MODELS: dict[str, tuple[Callable[[], Any], int]] = {
-    "qwen-image-2.1": (lambda: test_qwen_image21.model("residual"), 1),
-    "cogvideox": (test_cogvideox.model, 5),
-    "mochi": (test_mochi.model, 3),
-    "svd": (test_temporal_decoder.model, 3),
-    "easyanimate": (test_magvit.model, 3),
+    "qwen-image-2.1": (tiny_models.qwen_image21, 1),
+    "cogvideox": (tiny_models.cogvideox, 5),
+    "mochi": (tiny_models.mochi, 3),
+    "svd": (tiny_models.temporal_decoder, 3),
+    "easyanimate": (tiny_models.magvit, 3),
 }
 
 
@@ -51,7 +44,7 @@ def test_a_model_from_a_folder_decodes_as_the_one_that_was_saved(name: str, tmp_
 
 
 def test_blocks_of_a_model_from_a_folder_are_those_of_its_config(tmp_path: Path) -> None:
-    test_allegro.model().save_pretrained(tmp_path)
+    tiny_models.allegro().save_pretrained(tmp_path)
     decoder = RankDecoder.load(ModelSource("tiny", str(tmp_path)), device="cpu")
     plan = make_plan(decoder.spec, (1, 4, 2, 7, 9), group_size=1, policy=Policy())
     latents = latents_of(plan.latent_shape)
