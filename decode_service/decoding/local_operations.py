@@ -33,7 +33,7 @@ POINTWISE = _resolve(
 # Elements move or are created, none is computed from another position. Slicing has a check of its own.
 _LAYOUT = _resolve(
     "broadcast_to empty_like expand expand_as flatten full_like new_empty new_full new_ones "
-    "new_zeros ones_like permute repeat_interleave reshape reshape_as split squeeze stack swapaxes transpose unbind "
+    "new_zeros ones_like permute pixel_shuffle repeat_interleave reshape reshape_as split squeeze stack swapaxes transpose unbind "
     "unflatten unsqueeze view view_as zeros_like"
 )
 _QUERIES = _resolve("dim element_size get_device is_complex is_contiguous is_floating_point numel size stride")

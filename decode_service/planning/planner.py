@@ -203,8 +203,9 @@ class _Planner:
             if self.size < 2:
                 return "the group has one rank"
             cells = self.cells(axis)
-            if cells < self.size:
-                return f"{cells} latent cells of {axis} are fewer than {self.size} ranks"
+            if cells < self.size * spec.min_band_cells:
+                each = f" with at least {spec.min_band_cells} each" if spec.min_band_cells > 1 else ""
+                return f"{cells} latent cells of {axis} are fewer than {self.size} ranks{each}"
         share = self.share(mode)
         if self.fitting_chunk(share) is None:
             return (

@@ -113,6 +113,8 @@ class ModelSpec:
             frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
         operand_per_pixel_first: the same for the pass over the first latent frame.
         min_cells: latent rows and columns that a frame needs at least.
+        min_band_cells: latent rows or columns that every rank needs at least where a frame is sharded: the reach of the
+            widest convolution, in latent cells.
         pass_frames: latent frames of one pass at most, the first included, where a pass takes many at once (then the
             operand is that of the first and of all later ones together; ``WHOLE_CLIP`` where it takes all); 0 where the
             chunk length says it.
@@ -136,6 +138,7 @@ class ModelSpec:
     operand_per_pixel_first: int = 0
     pass_frames: int = 0
     min_cells: int = 1
+    min_band_cells: int = 1
 
     @property
     def decoder_channels(self) -> int:

@@ -74,8 +74,23 @@ def autoencoder_kl(**config: Any) -> diffusers.AutoencoderKL:
     return diffusers.AutoencoderKL(**{**defaults, **config})
 
 
+def autoencoder_dc(**config: Any) -> diffusers.AutoencoderDC:
+    """Sana's form, with linear attention at its lowest resolution: in heads of 8 channels, so from 9 positions on."""
+    widths = (8, 16, 16)
+    defaults = {"latent_channels": 4, "attention_head_dim": 8, "encoder_layers_per_block": (1, 1, 1)}
+    for side in ("encoder", "decoder"):
+        defaults |= {
+            f"{side}_block_out_channels": widths,
+            f"{side}_block_types": ("ResBlock", "ResBlock", "EfficientViTBlock"),
+            f"{side}_layers_per_block": (1, 1, 1),
+            f"{side}_qkv_multiscales": ((), (), (5,)),
+        }
+    return diffusers.AutoencoderDC(**{**defaults, **config})
+
+
 BUILDERS = {
     "autoencoder_kl": autoencoder_kl,
+    "autoencoder_dc": autoencoder_dc,
     "wan21": wan21,
     "wan22": wan22,
     "qwen_image": qwen_image,

@@ -96,18 +96,8 @@ def asymmetric_autoencoder_kl(**config: Any) -> Any:
 
 
 def autoencoder_dc(**config: Any) -> Any:
-    """A tiny random one, with linear attention at its lowest resolution."""
     torch.manual_seed(11)
-    widths = (8, 16, 16)
-    defaults = {"latent_channels": 4, "attention_head_dim": 8, "encoder_layers_per_block": (1, 1, 1)}
-    for side in ("encoder", "decoder"):
-        defaults |= {
-            f"{side}_block_out_channels": widths,
-            f"{side}_block_types": ("ResBlock", "ResBlock", "EfficientViTBlock"),
-            f"{side}_layers_per_block": (1, 1, 1),
-            f"{side}_qkv_multiscales": ((), (), (5,)),
-        }
-    return diffusers.AutoencoderDC(**{**defaults, **config}).eval().requires_grad_(False)
+    return models.autoencoder_dc(**config).eval().requires_grad_(False)
 
 
 def autoencoder_tiny(**config: Any) -> Any:
