@@ -287,6 +287,8 @@ class _Planner:
         how: Collect = self.collect  # type: ignore[assignment]
         # A model whose contract is tiles is exact in them; so is a single tile.
         exact = grid is None or self.spec.tile_only or grid.count == 1
+        if not exact:
+            reason += f"; approximate: {self.spec.tile_difference}"
         chunk = self.fitting_chunk(self.share(mode) if share is None else share) or 1
         if chunk < self.chunk:
             reason += f"; chunk shortened from {self.chunk} to {chunk} latent frames, which is what kernels can index"

@@ -112,6 +112,7 @@ class ModelSpec:
         operand_per_pixel: elements of the widest operand of a pass over one later latent frame, per output pixel of one
             frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
         operand_per_pixel_first: the same for the pass over the first latent frame.
+        tile_difference: why tiles only approximate the undivided frame, where they do.
         min_cells: latent rows and columns that a frame needs at least.
         min_band_cells: latent rows or columns that every rank needs at least where a frame is sharded: the reach of the
             widest convolution, in latent cells.
@@ -137,6 +138,7 @@ class ModelSpec:
     operand_per_pixel: int = 0
     operand_per_pixel_first: int = 0
     pass_frames: int = 0
+    tile_difference: str = "every tile is decoded by itself"
     min_cells: int = 1
     min_band_cells: int = 1
 
