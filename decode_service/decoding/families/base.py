@@ -7,6 +7,7 @@ and keeps no state of a request: two decodes interleaved on one model give what 
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -33,19 +34,25 @@ class Family(ABC):
 
     Attributes:
         class_names: diffusers classes that the family decodes.
+        serves: the models that people know it by.
+        denormalizes: ``denormalize`` in a line, of ``z`` and what the model's config calls its statistics.
+        tile_geometry: whose tiles its tiles are, where they are not those of diffusers for the class.
         compiles: whether the decoder can be compiled; where it cannot, it runs eagerly whatever the settings say.
         spec: what planning knows of the model.
         call_decoder: ``vae.decoder``, or a compiled form of it.
     """
 
     class_names: ClassVar[tuple[str, ...]]
+    serves: ClassVar[str]
+    denormalizes: ClassVar[str]
+    tile_geometry: ClassVar[str] = "diffusers"
     compiles: ClassVar[bool] = True
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         self.vae = vae
         _with_plain_booleans(vae)
         self.config: dict[str, Any] = dict(vae.config)
-        self.spec = self.make_spec(name, tiles)
+        self.spec = dataclasses.replace(self.make_spec(name, tiles), tile_difference=what_a_tile_misses(vae.decoder))
         self.call_decoder: Callable[..., torch.Tensor] = vae.decoder
 
     @abstractmethod
@@ -109,6 +116,18 @@ def _with_plain_booleans(vae: nn.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, np.bool_):
                 setattr(module, name, bool(value))
+
+
+def what_a_tile_misses(decoder: nn.Module) -> str:
+    """Why the pixels of one tile are not those of the undivided frame, by what the decoder is made of."""
+    modules = list(decoder.modules())
+    causes = []
+    if any(isinstance(module, nn.GroupNorm) for module in modules):
+        causes.append("takes its own GroupNorm statistics")
+    names = [type(module).__name__.lower() for module in modules]
+    if any("attention" in name or "attn" in name for name in names):
+        causes.append("attends to itself alone")
+    return f"every tile {' and '.join(causes or ['ends where its convolutions would see more of the frame'])}"
 
 
 def stride_tiles(given: StrideTiles | None, spatial_ratio: int, class_name: str) -> StrideTiles:
