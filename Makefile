@@ -16,7 +16,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-fast bench lint format clean
+.PHONY: help demo serve test test-fast bench lint format support-matrix clean
 
 help:
 	@echo "make demo       decode the sample latents on this machine's CPU and write pictures to demo-output/"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench      the benchmarks, in about half an hour; their reports go to benchmarks/results/"
 	@echo "make lint       ruff, mypy and the import arrows"
 	@echo "make format     ruff, in place"
+	@echo "make support-matrix  run the VAE families' tests and write the README's table of them (ARGS=--check: only compare)"
 	@echo "make clean      remove what these commands made, the virtual environment included"
 
 demo: $(STAMP)
@@ -55,6 +56,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+support-matrix: $(STAMP)
+	$(BIN)/python -m tests.decoding.support_matrix $(ARGS)
 
 clean:
 	rm -rf $(VENV) demo-output build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

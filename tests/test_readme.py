@@ -1,4 +1,4 @@
-"""What the README says is so: its families, its settings, its files."""
+"""What the README says is so: its table of families, its settings, its files."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ import pytest
 import yaml
 
 from decode_service.config import ServiceConfig
-from decode_service.decoding.families import FAMILIES
+from tests.decoding import measurements, support_matrix
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_every_family_is_in_the_table_and_no_other() -> None:
-    table = README[README.index("| diffusers class |") : README.index("MiniMax-H3 decodes to")]
-    first_cells = [row.split("|")[1] for row in table.splitlines()[2:] if row.startswith("|")]
-    named = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
-    assert named == set(FAMILIES)
+def test_the_support_matrix_is_what_is_declared_and_measured() -> None:
+    assert not support_matrix.problems(README, measurements.committed())
 
 
 def test_the_settings_shown_are_settings() -> None:

@@ -1,10 +1,15 @@
-"""Attention that is causal over frames.
+"""Attention over positions and frames in forms that bands of a frame can take part in.
 
-``frame_causal_attention``, of all tokens of a video, needs no mask: what a decoder's (THW)^2 mask says comes at no cost.
+``attention_over_time`` is attention over the frames of each position by itself.
 
-A frame-causal mask lets a token see every token of its own and of earlier frames. Within one frame all rows of the mask are
-the same and say "all keys of frames 0 to t", so attention frame by frame over ever more keys needs no mask. A mask of a
-5-frame clip of 720p latents would be 72000^2 elements, 10 GB in bfloat16.
+``frame_causal_attention``, of all tokens of a video, is what a video decoder's (THW)^2 mask says, without a mask. A
+frame-causal mask lets a token see every token of its own and of earlier frames. Within one frame all rows of the mask are the
+same and say "all keys of frames 0 to t", so attention frame by frame over ever more keys needs no mask. A mask of a 5-frame
+clip of 720p latents would be 72000^2 elements, 10 GB in bfloat16.
+
+``kernel_attention`` is the linear attention of DC-AE, whose keys and values count only by a small sum over all positions.
+
+``ShardedFrame`` reinterprets the last two.
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-# B batch, N heads, T frames, S tokens of one frame, D head channels, P positions of the frame (B x H x W), K frames of keys.
+# B batch, N heads, T frames, S tokens of one frame, D head channels, P positions of the frame (B x H x W), K frames of keys,
+# H height, W width, E = D + 1.
 
 #: Scores of one call at most: head sizes without a fused kernel (these decoders have 512 and 1024 channels in one head)
 #: write them out, in float32.
@@ -65,3 +71,63 @@ def frame_causal_attention(
         ]
         outputs.append(blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2))
     return torch.stack(outputs, dim=2)
+
+
+def kernel_attention(
+    query_BNDHW: torch.Tensor, key_BNDHW: torch.Tensor, value_BNDHW: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Attention whose weight of a position is the product of query and key, neither negative, over the sum of all weights.
+
+    Without a softmax the products can be taken in either order, so frames of more positions than head channels go by the
+    sums of keys times values, in float32: linear in the number of positions. Smaller ones go by the weights. The two round
+    differently in half precision, and which one it is follows from the positions of the whole frame, not of one band.
+
+    Source: ``SanaMultiscaleLinearAttention`` and its processor in diffusers 0.42.
+
+    Args:
+        query_BNDHW, key_BNDHW: after their nonlinearity, which leaves nothing negative.
+        eps: added to the sum of weights.
+
+    Returns:
+        (B,N,D,H,W), in float32 where it went by sums.
+    """
+    arguments = (query_BNDHW, key_BNDHW, value_BNDHW)
+    if torch.overrides.has_torch_function(arguments):
+        return torch.overrides.handle_torch_function(kernel_attention, arguments, *arguments, eps)
+    channels, height, width = query_BNDHW.shape[2:]
+    if goes_by_sums(height * width, channels):
+        return attend_by_sums(query_BNDHW, key_value_sums(key_BNDHW, value_BNDHW), eps)
+    return attend_by_weights(query_BNDHW, key_BNDHW, value_BNDHW, eps)
+
+
+def goes_by_sums(positions: int, channels: int) -> bool:
+    """Whether ``kernel_attention`` over a frame of ``positions`` with heads of ``channels`` is linear."""
+    return positions > channels
+
+
+def key_value_sums(key_BNDHW: torch.Tensor, value_BNDHW: torch.Tensor) -> torch.Tensor:
+    """Sums over all positions of key times value, and in the last row of the keys: (B,N,E,D), float32.
+
+    Those of a frame are the sums of its bands'.
+    """
+    key_BNDS, value_BNDS = key_BNDHW.flatten(3).float(), value_BNDHW.flatten(3).float()
+    # A row of ones makes the sums of the keys come out of the same product, as in the source.
+    value_BNES = F.pad(value_BNDS, (0, 0, 0, 1), value=1.0)
+    return value_BNES @ key_BNDS.transpose(2, 3)
+
+
+def attend_by_sums(query_BNDHW: torch.Tensor, sums_BNED: torch.Tensor, eps: float) -> torch.Tensor:
+    """What queries make of ``key_value_sums``: (B,N,D,H,W), float32."""
+    weighted_BNES = sums_BNED @ query_BNDHW.flatten(3).float()
+    y_BNDS = weighted_BNES[:, :, :-1] / (weighted_BNES[:, :, -1:] + eps)
+    return y_BNDS.unflatten(3, query_BNDHW.shape[3:])
+
+
+def attend_by_weights(
+    query_BNDHW: torch.Tensor, key_BNDHW: torch.Tensor, value_BNDHW: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """The same with the weight of every pair of positions; keys and values may have more positions than queries."""
+    weights_BNSS = (key_BNDHW.flatten(3).transpose(2, 3) @ query_BNDHW.flatten(3)).float()
+    weights_BNSS = weights_BNSS / (weights_BNSS.sum(dim=2, keepdim=True) + eps)
+    y_BNDS = value_BNDHW.flatten(3) @ weights_BNSS.to(value_BNDHW.dtype)
+    return y_BNDS.unflatten(3, query_BNDHW.shape[3:])

@@ -5,7 +5,8 @@ On the sharded axis three functions are reinterpreted while a ``ShardedFrame`` i
 * padding (of a convolution, or ``F.pad``) by p asks for p rows of the neighbouring bands; only the outermost ranks see
   the original padding. The convolution then runs valid on that axis.
 * ``group_norm`` merges the statistics of all bands.
-* ``scaled_dot_product_attention`` and ``frame_causal_attention`` keep their queries and gather keys and values.
+* ``scaled_dot_product_attention`` and ``frame_causal_attention`` keep their queries and gather keys and values;
+  ``kernel_attention`` adds up the bands' sums of keys times values.
 
 Everything that acts on each position by itself passes through. Whatever else could mix positions raises
 ``UnshardableOperation``: an uncovered operation must never fall through to a wrong picture. Code that only moves elements
@@ -28,7 +29,14 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from decode_service.decoding.attention import frame_causal_attention
+from decode_service.decoding.attention import (
+    attend_by_sums,
+    attend_by_weights,
+    frame_causal_attention,
+    goes_by_sums,
+    kernel_attention,
+    key_value_sums,
+)
 from decode_service.decoding.communicator import Communicator
 from decode_service.decoding.local_operations import LOCAL, POINTWISE
 from decode_service.planning.bands import Band
@@ -350,6 +358,21 @@ class ShardedFrame(TorchFunctionMode):
         key, value = self.gather(torch.stack([key, value]), 4).unbind(0)
         return func(query, key, value)
 
+    def _kernel_attention(
+        self, func: Callable[..., Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        band = query.shape[self.dim]
+        positions = sum(self.extents(band)) * (query.shape[-2] * query.shape[-1] // band)
+        if goes_by_sums(positions, query.shape[2]):
+            # Added up in rank order, so that all ranks get the same bits.
+            first, *others = self._communicator.all_gather(key_value_sums(key, value).contiguous())
+            self.exchanges += 1
+            for sums in others:
+                first = first + sums
+            return attend_by_sums(query, first, eps)
+        key, value = self.gather(torch.stack([key, value]), 6 + self.dim).unbind(0)
+        return attend_by_weights(query, key, value, eps)
+
     # Functions that are local for some arguments only
 
     def _carry_halo(self, source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -481,6 +504,22 @@ class ShardedFrame(TorchFunctionMode):
             raise UnshardableOperation(f"repeating {input.dim()}-D bands by {list(repeats)} is not covered")
         return func(input, *sizes)
 
+    def _batch_norm(
+        self,
+        func: Callable[..., Any],
+        input: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> torch.Tensor:
+        if training:
+            raise UnshardableOperation("batch norm takes statistics of its input here; put the model in eval mode")
+        return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
     def _dropout(
         self,
         func: Callable[..., Any],
@@ -570,11 +609,13 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.group_norm: ShardedFrame._group_norm,
     F.scaled_dot_product_attention: ShardedFrame._attention,
     frame_causal_attention: ShardedFrame._frame_causal_attention,
+    kernel_attention: ShardedFrame._kernel_attention,
     F.interpolate: ShardedFrame._interpolate,
     F.normalize: ShardedFrame._normalize,
     F.linear: ShardedFrame._linear,
     F.layer_norm: ShardedFrame._last_dim,
     F.rms_norm: ShardedFrame._last_dim,
+    F.batch_norm: ShardedFrame._batch_norm,
     F.dropout: ShardedFrame._dropout,
     torch.Tensor.__getitem__: ShardedFrame._getitem,
     torch.Tensor.__setitem__: ShardedFrame._setitem,

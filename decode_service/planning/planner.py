@@ -262,8 +262,9 @@ class _Planner:
             if self.size < 2:
                 return "the group has one rank"
             cells = self.cells(axis)
-            if cells < self.size:
-                return f"{cells} latent cells of {axis} are fewer than {self.size} ranks"
+            if cells < self.size * spec.min_band_cells:
+                each = f" with at least {spec.min_band_cells} each" if spec.min_band_cells > 1 else ""
+                return f"{cells} latent cells of {axis} are fewer than {self.size} ranks{each}"
         share = self.share(mode)
         if self.fitting_chunk(share) is None:
             return (
@@ -346,6 +347,8 @@ class _Planner:
         how: Collect = self.collect  # type: ignore[assignment]
         # A model whose contract is tiles is exact in them; so is a single tile.
         exact = grid is None or self.spec.tile_only or grid.count == 1
+        if not exact:
+            reason += f"; approximate: {self.spec.tile_difference}"
         chunk = self.fitting_chunk(self.share(mode) if share is None else share) or 1
         if chunk < self.chunk:
             reason += f"; chunk shortened from {self.chunk} to {chunk} latent frames, which is what kernels can index"

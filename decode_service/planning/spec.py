@@ -133,11 +133,14 @@ class ModelSpec:
         operand_per_pixel: elements of the widest operand of a pass over one later latent frame, per output pixel of one
             frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
         operand_per_pixel_first: the same for the pass over the first latent frame.
+        tile_difference: why tiles only approximate the undivided frame, where they do.
         min_cells: latent rows and columns that a frame needs at least.
         normalized_frames: latent frames that can be denormalized at most, where every frame has statistics of its own; 0
             where any number can.
         no_denormalize_reason: why normalized latents cannot be taken at all, or empty.
         fixed_cells: latent rows, and as many columns, that every frame has; 0 where a frame may have any size.
+        min_band_cells: latent rows or columns that every rank needs at least where a frame is sharded: the reach of the
+            widest convolution, in latent cells.
         pass_frames: latent frames of one pass at most, the first included, where a pass takes many at once (then the
             operand is that of the first and of all later ones together; ``WHOLE_CLIP`` where it takes all); 0 where the
             chunk length says it.
@@ -165,12 +168,14 @@ class ModelSpec:
     operand_per_pixel: int = 0
     operand_per_pixel_first: int = 0
     pass_frames: int = 0
+    tile_difference: str = "every tile is decoded by itself"
     min_cells: int = 1
     packing: Packing | None = None
     default_timestep: float | None = None
     normalized_frames: int = 0
     no_denormalize_reason: str = ""
     fixed_cells: int = 0
+    min_band_cells: int = 1
 
     @property
     def decoder_channels(self) -> int:

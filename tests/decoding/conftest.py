@@ -17,6 +17,7 @@ SMALL_TILES = StrideTiles(size_px=64, stride_px=48)
 # Uneven extents on purpose: no axis divides by 2, 3 or 4.
 SHAPES: dict[str, tuple[int, ...]] = {
     "autoencoder_kl": (1, 4, 11, 17),
+    "autoencoder_dc": (1, 4, 11, 17),
     "wan21": (1, 4, 3, 11, 17),
     "wan22": (1, 4, 3, 5, 7),
     "qwen_image": (1, 4, 1, 11, 17),
@@ -73,6 +74,8 @@ def cases_of(zoo: Zoo) -> dict[str, Case]:
             cases[f"wan21 {mode} {collect}"] = zoo.case(
                 "wan21", mode, collect=collect, shape=(3, 4, 2, 5, 7), tiles=SMALL_TILES
             )
+    for mode in ("spatial_shard_height", "spatial_shard_width"):
+        cases[f"autoencoder_dc {mode}"] = zoo.case("autoencoder_dc", mode)
     cases["wan21 batch"] = zoo.case("wan21", "batch", shape=(3, 4, 2, 5, 7))
     cases["wan21 batch of two"] = zoo.case("wan21", "auto", shape=(2, 4, 2, 5, 7))
     for mode in ("spatial_shard_height", "spatial_shard_width"):

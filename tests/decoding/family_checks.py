@@ -1,6 +1,6 @@
 """What every family is held to, on ranks that are threads: quick enough for many families and shapes.
 
-Real processes and gloo are what ``test_exactness`` uses; the arithmetic is the same.
+What they measure is in the README's support matrix (``measurements``). Real processes and gloo are what ``test_exactness`` uses; the arithmetic is the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from decode_service.planning.layouts import Layout, arrange
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
+from tests.decoding import measurements
 from tests.decoding.harness import assemble
 from tests.decoding.threads import on_ranks
 
@@ -76,16 +77,30 @@ def check_exact_modes(
     """
     assert expected.std() > 1e-3, "a flat reference would prove nothing"
     spec = FAMILIES[type(vae).__name__](vae, "tiny", None).spec
-    wrong = []
+    wrong, found = [], []
     runs = [("direct", 1)] + [(f"spatial_shard_{axis}", size) for axis in spec.exact_axes for size in ranks]
     for mode, size in runs:
         plan, picture = decoded(vae, latents, mode, ranks=size)
         assert plan.mode == mode and plan.ranks == size
         assert picture.shape == expected.shape, (mode, size, picture.shape, expected.shape)
         difference = (picture - expected).abs().max().item()
+        found.append((mode, size, difference))
         if not difference <= tolerance:
             wrong.append(f"{mode} on {size}: {difference:.2e}")
     assert not wrong, "; ".join(wrong)
+    for mode, size, difference in found:
+        measurements.judge(type(vae).__name__, mode, size, difference, tolerance)
+
+
+def check_batch(vae: Any, latents: torch.Tensor, *, ranks: int = 2, tolerance: float = 1e-5) -> None:
+    """``batch`` gives every item the pixels that ``direct``, which other checks compare with diffusers, gives it alone."""
+    items = [decoded(vae, item.unsqueeze(0), "direct")[1] for item in latents]
+    assert (items[0] - items[1]).abs().max() > 1e-2, "items that are alike would not show which is which"
+    plan, pictures = decoded(vae, latents, "batch", ranks=ranks)
+    assert plan.mode == "batch" and plan.ranks == ranks
+    difference = (pictures - torch.cat(items)).abs().max().item()
+    assert difference <= tolerance, f"batch on {ranks}: {difference:.2e}"
+    measurements.judge(type(vae).__name__, "batch", ranks, difference, tolerance)
 
 
 def check_tiles(
@@ -104,3 +119,4 @@ def check_tiles(
         assert picture.shape == expected.shape, (size, picture.shape, expected.shape)
         difference = (picture - expected).abs().max().item()
         assert difference <= tolerance, f"tile on {size}: {difference:.2e}"
+        measurements.judge(type(vae).__name__, "tile", size, difference, tolerance)

@@ -74,8 +74,23 @@ def autoencoder_kl(**config: Any) -> diffusers.AutoencoderKL:
     return diffusers.AutoencoderKL(**{**defaults, **config})
 
 
+def autoencoder_dc(**config: Any) -> diffusers.AutoencoderDC:
+    """Sana's form, with linear attention at its lowest resolution: in heads of 8 channels, so from 9 positions on."""
+    widths = (8, 16, 16)
+    defaults = {"latent_channels": 4, "attention_head_dim": 8, "encoder_layers_per_block": (1, 1, 1)}
+    for side in ("encoder", "decoder"):
+        defaults |= {
+            f"{side}_block_out_channels": widths,
+            f"{side}_block_types": ("ResBlock", "ResBlock", "EfficientViTBlock"),
+            f"{side}_layers_per_block": (1, 1, 1),
+            f"{side}_qkv_multiscales": ((), (), (5,)),
+        }
+    return diffusers.AutoencoderDC(**{**defaults, **config})
+
+
 BUILDERS = {
     "autoencoder_kl": autoencoder_kl,
+    "autoencoder_dc": autoencoder_dc,
     "wan21": wan21,
     "wan22": wan22,
     "qwen_image": qwen_image,
@@ -83,8 +98,8 @@ BUILDERS = {
 }
 
 
-def save(name: str, folder: Path) -> torch.nn.Module:
-    """Write the model ``name`` to ``folder`` in diffusers layout, and return it."""
+def tiny(name: str) -> Any:
+    """The model ``name`` with random weights from a fixed seed, in eval mode."""
     torch.manual_seed(7)
     model = BUILDERS[name]().eval().requires_grad_(False)
     # Random initial weights give pictures near zero, on which a wrong halo could hide within any tolerance.
@@ -92,5 +107,11 @@ def save(name: str, folder: Path) -> torch.nn.Module:
         for parameter in model.decoder.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(1.2)
+    return model
+
+
+def save(name: str, folder: Path) -> torch.nn.Module:
+    """Write the model ``name`` to ``folder`` in diffusers layout, and return it."""
+    model: torch.nn.Module = tiny(name)
     model.save_pretrained(folder)
     return model

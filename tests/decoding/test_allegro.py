@@ -15,30 +15,7 @@ from decode_service.planning.spec import StrideTiles
 from decode_service.planning.tiles import overlap_axis
 from tests.decoding.family_checks import check_tiles, decoded
 from tests.decoding.harness import latents_of
-
-
-def model() -> Any:
-    """Blocks of 3 x 8 x 8 latents, every 2 x 5 x 6."""
-    torch.manual_seed(4)
-    vae = diffusers.AutoencoderKLAllegro(
-        block_out_channels=(8, 16, 16),
-        down_block_types=("AllegroDownBlock3D",) * 3,
-        up_block_types=("AllegroUpBlock3D",) * 3,
-        temporal_downsample_blocks=(True, True, False),
-        temporal_upsample_blocks=(False, True, True),
-        layers_per_block=1,
-        norm_num_groups=4,
-    )
-    vae = vae.eval().requires_grad_(False)
-    vae.kernel, vae.stride = (12, 32, 32), (8, 20, 24)
-    # Random initial weights give pictures near zero, on which a wrong blend could hide within any tolerance.
-    for parameter in vae.decoder.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(1.2)
-    # Pixels of about 1, as of a trained model: the tolerance is absolute.
-    vae.decoder.conv_out.weight.mul_(0.4)
-    vae.decoder.conv_out.bias.mul_(0.4)
-    return vae
+from tests.decoding.tiny_models import allegro as model
 
 
 def reference(vae: Any, latents: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import diffusers
 import torch
 
 from decode_service.decoding.families.asymmetric_autoencoder_kl import AsymmetricAutoencoderKLFamily
@@ -13,20 +10,7 @@ from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
 from tests.decoding.tiled_reference import tiled
-
-
-def asymmetric(**config: Any) -> Any:
-    """A tiny random one whose decoder is wider and deeper than its encoder."""
-    torch.manual_seed(10)
-    defaults = {
-        "down_block_types": ("DownEncoderBlock2D",) * 3,
-        "down_block_out_channels": (8, 8, 8),
-        "up_block_types": ("UpDecoderBlock2D",) * 3,
-        "up_block_out_channels": (8, 16, 24),
-        "layers_per_up_block": 2,
-        "norm_num_groups": 4,
-    }
-    return diffusers.AsymmetricAutoencoderKL(**{**defaults, **config}).eval().requires_grad_(False)
+from tests.decoding.tiny_models import asymmetric_autoencoder_kl as asymmetric
 
 
 def test_every_exact_mode_gives_the_pixels_of_diffusers() -> None:

@@ -1,4 +1,4 @@
-"""``AutoencoderDC``: direct, batch and tiles against diffusers; no spatial mode."""
+"""``AutoencoderDC`` in its variants: every mode against diffusers."""
 
 from __future__ import annotations
 
@@ -15,46 +15,98 @@ from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
 from tests.decoding.tiled_reference import tiled
+from tests.decoding.tiny_models import autoencoder_dc as dc
 
-
-def dc(**config: Any) -> Any:
-    """A tiny random one, with linear attention at its lowest resolution."""
-    torch.manual_seed(11)
-    widths = (8, 16, 16)
-    defaults = {"latent_channels": 4, "attention_head_dim": 8, "encoder_layers_per_block": (1, 1, 1)}
-    for side in ("encoder", "decoder"):
-        defaults |= {
-            f"{side}_block_out_channels": widths,
-            f"{side}_block_types": ("ResBlock", "ResBlock", "EfficientViTBlock"),
-            f"{side}_layers_per_block": (1, 1, 1),
-            f"{side}_qkv_multiscales": ((), (), (5,)),
-        }
-    return diffusers.AutoencoderDC(**{**defaults, **config}).eval().requires_grad_(False)
-
+EVERY_STAGE = {"encoder_block_types": "EfficientViTBlock", "decoder_block_types": "EfficientViTBlock"}
+RESIDUAL = {"encoder_block_types": "ResBlock", "decoder_block_types": "ResBlock"}
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "as published": {},
+    "f32c32 of Sana": {},
     "interpolated": {"upsample_block_type": "interpolate"},
     "an output that upsamples": {"decoder_layers_per_block": (0, 1, 1), "encoder_layers_per_block": (0, 1, 1)},
-    "no shortcut": {"decoder_in_shortcut": False},
+    "no shortcut": {"decoder_in_shortcut": False, "decoder_conv_act_fn": "silu"},
+    # f32c32, f64c128 and f128c512 for ImageNet: an output that upsamples, batch norm, attention at one scale.
+    "f64c128 and f128c512": {
+        "decoder_layers_per_block": (0, 1, 2),
+        "encoder_layers_per_block": (0, 1, 1),
+        "decoder_qkv_multiscales": ((), (), ()),
+        "decoder_norm_types": ("batch_norm", "batch_norm", "rms_norm"),
+        "decoder_act_fns": ("relu", "relu", "silu"),
+    },
+    "residual blocks only": RESIDUAL,
+    "batch norm after attention": {"decoder_norm_types": "batch_norm"},
+    "attention at every scale": {**EVERY_STAGE, "decoder_qkv_multiscales": ((7,), (3, 9), ())},
+    # The lowest stage has 63 positions, the next 252: weights of positions below, sums above.
+    "heads of more channels than positions": {
+        **EVERY_STAGE,
+        "attention_head_dim": 64,
+        **{f"{side}_block_out_channels": (64, 64, 64) for side in ("encoder", "decoder")},
+    },
 }
 
 
+def with_statistics(vae: Any) -> Any:
+    """Batch norms as of a trained model, on which ones taken of the picture would show."""
+    generator = torch.Generator().manual_seed(1)
+    for module in vae.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.copy_(torch.randn(module.running_mean.shape, generator=generator) / 4)
+            module.running_var.copy_(torch.rand(module.running_var.shape, generator=generator) + 0.5)
+    return vae
+
+
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_decodes_as_in_diffusers(name: str) -> None:
-    vae, latents = dc(**VARIANTS[name]), latents_of((1, 4, 7, 9))
+def test_every_exact_mode_gives_the_pixels_of_diffusers(name: str) -> None:
+    vae, latents = with_statistics(dc(**VARIANTS[name])), latents_of((1, 4, 7, 9))
     expected = vae.decode(latents).sample
     assert expected.shape == (1, 3, 28, 36)
     check_exact_modes(vae, latents, expected)
 
 
+def test_in_bfloat16_bands_are_as_near_to_float32_as_diffusers() -> None:
+    vae, latents = dc(), latents_of((1, 4, 7, 9))
+    exact = vae.decode(latents).sample
+    vae.bfloat16()
+    theirs = (vae.decode(latents.bfloat16()).sample.float() - exact).abs().mean()
+    for mode in ("direct", "spatial_shard_height", "spatial_shard_width"):
+        _, picture = decoded(vae, latents, mode, ranks=1 if mode == "direct" else 3)
+        assert (picture - exact).abs().mean() <= 1.1 * theirs, mode
+
+
+def test_every_rank_needs_as_many_cells_as_the_widest_convolution_reaches() -> None:
+    """5 x 5 at the lowest resolution, so 2 cells."""
+    vae, latents = dc(), latents_of((1, 4, 6, 5))
+    spec = AutoencoderDCFamily(vae, "tiny").spec
+    assert spec.min_band_cells == 2
+    check_exact_modes(vae, latents[..., :4], vae.decode(latents[..., :4]).sample, ranks=(2,))
+    with pytest.raises(UnsupportedModeError, match="3 ranks with at least 2 each"):
+        make_plan(spec, (1, 4, 6, 5), group_size=3, policy=Policy(), mode="spatial_shard_width", strict=True)
+    plan = make_plan(spec, (1, 4, 6, 5), group_size=3, policy=Policy(direct_max_pixels=0))
+    assert plan.mode == "spatial_shard_height"
+    plan = make_plan(spec, (1, 4, 5, 5), group_size=3, policy=Policy(direct_max_pixels=0))
+    assert plan.mode != "spatial_shard_height" and plan.mode != "spatial_shard_width"
+    one_scale = AutoencoderDCFamily(dc(**VARIANTS["f64c128 and f128c512"]), "tiny").spec
+    # 9 x 9 at twice the resolution reaches over 4 rows, 2 cells.
+    scales = AutoencoderDCFamily(dc(**VARIANTS["attention at every scale"]), "tiny").spec
+    assert (one_scale.min_band_cells, scales.min_band_cells) == (1, 2)
+
+
 @pytest.mark.parametrize("extents", [(7, 9), (2, 3)])
 def test_a_batch_is_divided_over_the_ranks(extents: tuple[int, int]) -> None:
-    """The smaller pictures have fewer positions than the attention has head channels, so it takes its quadratic path."""
+    """The smaller pictures have fewer positions than the attention has head channels, so it goes by weights."""
     vae, latents = dc(), latents_of((3, 4, *extents))
     plan, pictures = decoded(vae, latents, "batch", ranks=2)
     assert plan.mode == "batch"
     torch.testing.assert_close(pictures, vae.decode(latents).sample, atol=1e-5, rtol=0)
+
+
+def test_the_decoder_compiles_whole() -> None:
+    """No graph break: the calls in the family's own order hide nothing from the compiler."""
+    vae, latents = dc(), latents_of((1, 4, 5, 6))
+    family = AutoencoderDCFamily(vae, "tiny")
+    compiled = torch.compile(family.call_decoder, fullgraph=True, backend="eager")
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(latents), vae.decode(latents).sample, atol=1e-5, rtol=0)
 
 
 def test_tiles_give_the_tiled_pixels_of_diffusers() -> None:
@@ -91,16 +143,6 @@ def test_normalized_latents_are_divided_by_the_scaling_factor() -> None:
     torch.testing.assert_close(pictures, vae.decode(latents / 0.41407).sample, atol=1e-5, rtol=0)
 
 
-def test_spatial_modes_are_refused_with_the_reason_and_auto_stays_exact() -> None:
-    spec = AutoencoderDCFamily(dc(), "tiny").spec
-    policy = Policy(direct_max_pixels=0)
-    for axis in ("height", "width"):
-        with pytest.raises(UnsupportedModeError, match="linear attention"):
-            make_plan(spec, (1, 4, 7, 9), group_size=2, policy=policy, mode=f"spatial_shard_{axis}", strict=True)
-    auto = make_plan(spec, (1, 4, 7, 9), group_size=2, policy=policy)
-    assert auto.mode == "direct" and auto.exact and "linear attention" in auto.reason
-
-
 def test_the_published_sizes_and_their_limits() -> None:
     attention = ("EfficientViTBlock",) * 3
     blocks = {f"{side}_block_types": ("ResBlock",) * 3 + attention for side in ("encoder", "decoder")}
@@ -125,6 +167,8 @@ def test_the_published_sizes_and_their_limits() -> None:
     assert spec.tiles == StrideTiles(512, 448)
     assert make_plan(spec, (1, 32, 64, 64), group_size=1, policy=Policy()).mode == "direct", "2048 x 2048"
     assert make_plan(spec, (1, 32, 128, 128), group_size=1, policy=Policy()).mode == "tile", "4096 x 4096 is 2^31"
+    assert make_plan(spec, (1, 32, 128, 128), group_size=2, policy=Policy()).mode == "spatial_shard_width"
+    assert spec.min_band_cells == 2
     spec = AutoencoderDCFamily(deepest, "f128").spec
     assert (spec.latent_channels, spec.spatial_ratio, spec.operand_per_pixel_first) == (512, 128, 64)
     assert spec.tiles == StrideTiles(512, 384)

@@ -14,19 +14,7 @@ from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
-
-
-def tiny(**config: Any) -> Any:
-    """A random one of four stages, as all published ones have, so 8 pixels per latent cell."""
-    torch.manual_seed(9)
-    defaults = {
-        "encoder_block_out_channels": (8, 8, 8, 8),
-        "decoder_block_out_channels": (8, 8, 8, 8),
-        "num_encoder_blocks": (1, 1, 1, 1),
-        "num_decoder_blocks": (1, 1, 1, 1),
-    }
-    return diffusers.AutoencoderTiny(**{**defaults, **config}).eval().requires_grad_(False)
-
+from tests.decoding.tiny_models import autoencoder_tiny as tiny
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "TAESD": {},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import diffusers
 import pytest
 import torch
@@ -13,28 +11,9 @@ from decode_service.planning.spec import StrideTiles
 from decode_service.planning.temporal import RemainderFirstFrames
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
+from tests.decoding.tiny_models import cogvideox as model
 
 BLOCKS = 3
-
-
-def model(**config: Any) -> Any:
-    torch.manual_seed(4)
-    defaults = {
-        "block_out_channels": (8, 16, 16),
-        "down_block_types": ("CogVideoXDownBlock3D",) * BLOCKS,
-        "up_block_types": ("CogVideoXUpBlock3D",) * BLOCKS,
-        "latent_channels": 4,
-        "layers_per_block": 1,
-        "norm_num_groups": 4,
-        "sample_height": 96,
-        "sample_width": 80,
-    }
-    vae = diffusers.AutoencoderKLCogVideoX(**{**defaults, **config}).eval().requires_grad_(False)
-    # Random initial weights give pictures near zero, on which a wrong halo could hide within any tolerance.
-    for parameter in vae.decoder.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(1.2)
-    return vae
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3, 4, 5])

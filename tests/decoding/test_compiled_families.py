@@ -11,8 +11,7 @@ import torch
 
 from decode_service.decoding.families import FAMILIES
 from decode_service.decoding.rank import RankDecoder
-
-from . import test_magvit, test_mochi
+from tests.decoding import tiny_models
 
 
 def refiner() -> Any:
@@ -30,7 +29,7 @@ def test_no_numpy_boolean_is_left_on_a_module() -> None:
     assert not any(isinstance(v, np.bool_) for module in vae.modules() for v in vars(module).values())
 
 
-@pytest.mark.parametrize("build", [test_mochi.model, test_magvit.model])
+@pytest.mark.parametrize("build", [tiny_models.mochi, tiny_models.magvit])
 def test_a_family_that_cannot_be_compiled_says_so(build: Any) -> None:
     vae = build()
     decoder = RankDecoder(FAMILIES[type(vae).__name__](vae, "tiny"), device=torch.device("cpu"), compile_enabled=True)

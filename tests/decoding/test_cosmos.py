@@ -15,27 +15,7 @@ from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
 from tests.decoding.tiled_reference import tiled
-
-
-def model(**config: Any) -> Any:
-    """8x8x8 in four stages as released, the attention over space and time included, in the middle and in the first stage."""
-    torch.manual_seed(5)
-    defaults = {
-        "encoder_block_out_channels": (8, 8, 8, 8),
-        "decode_block_out_channels": (8, 12, 16, 16),
-        "latent_channels": 4,
-        "num_layers": 1,
-        "attention_resolutions": (64,),
-        "latents_mean": None,
-        "latents_std": None,
-    }
-    vae = diffusers.AutoencoderKLCosmos(**{**defaults, **config}).eval().requires_grad_(False)
-    for parameter in vae.decoder.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(1.5)
-    # The tolerance is absolute: pixels stay near 1.
-    vae.decoder.conv_out.conv_t.weight.mul_(0.1)
-    return vae
+from tests.decoding.tiny_models import cosmos as model
 
 
 def reference(vae: Any, latents: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ def reference(zoo: Zoo, key: str, case: Case) -> torch.Tensor:
     """What diffusers decodes from the same latents and weights, as floats (B,C,F,H,W)."""
     name = key.removeprefix("hot ").split()[0]
     vae = zoo.references[name]
-    if name == "autoencoder_kl":
+    if name in ("autoencoder_kl", "autoencoder_dc"):
         return image_reference(vae, case)
     latents = case.latents if case.latents.dim() == 5 else case.latents.unsqueeze(2)
     if case.denormalize:
@@ -44,7 +44,7 @@ def reference(zoo: Zoo, key: str, case: Case) -> torch.Tensor:
 
 
 def image_reference(vae: Any, case: Case) -> torch.Tensor:
-    """The same for ``AutoencoderKL``, with the arithmetic of the FLUX.1 pipeline."""
+    """The same for pictures; ``AutoencoderKL`` with the arithmetic of the FLUX.1 pipeline."""
     latents = case.latents
     if case.denormalize:
         latents = latents / vae.config.scaling_factor + vae.config.shift_factor

@@ -19,28 +19,9 @@ from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
+from tests.decoding.tiny_models import flux2
 
 CPU = torch.device("cpu")
-
-
-def flux2(*, trained: bool = True, **config: Any) -> Any:
-    """A tiny random one, with statistics unless it is not ``trained``."""
-    torch.manual_seed(4)
-    widths = (8, 16, 16)
-    defaults = {
-        "block_out_channels": widths,
-        "down_block_types": ("DownEncoderBlock2D",) * len(widths),
-        "up_block_types": ("UpDecoderBlock2D",) * len(widths),
-        "layers_per_block": 1,
-        "norm_num_groups": 4,
-        "latent_channels": 4,
-        "sample_size": 32,
-    }
-    vae = diffusers.AutoencoderKLFlux2(**{**defaults, **config})
-    if trained:
-        vae.bn.running_mean.normal_()
-        vae.bn.running_var.uniform_(0.3, 3.0)
-    return vae.eval().requires_grad_(False)
 
 
 def pipeline_denormalize(vae: Any, packed: torch.Tensor) -> torch.Tensor:

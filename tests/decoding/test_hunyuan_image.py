@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 
@@ -14,23 +13,7 @@ from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
-
-
-def hunyuan_image(**config: Any) -> Any:
-    """A tiny random one; its norms have 32 groups whatever the config says, so no stage has fewer channels."""
-    torch.manual_seed(6)
-    defaults = {
-        "in_channels": 3,
-        "out_channels": 3,
-        "latent_channels": 8,
-        "block_out_channels": (32, 32, 64),
-        "layers_per_block": 1,
-        "spatial_compression_ratio": 4,
-        "sample_size": 32,
-        "scaling_factor": 0.75,
-    }
-    return diffusers.AutoencoderKLHunyuanImage(**{**defaults, **config}).eval().requires_grad_(False)
-
+from tests.decoding.tiny_models import hunyuan_image
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "matched channels": {},

@@ -15,20 +15,7 @@ from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
 from tests.decoding.tiled_reference import tiled
-
-
-def refiner(**config: Any) -> Any:
-    """A tiny random one."""
-    torch.manual_seed(8)
-    defaults = {
-        "latent_channels": 4,
-        "block_out_channels": (8, 16, 32),
-        "layers_per_block": 1,
-        "spatial_compression_ratio": 4,
-        "temporal_compression_ratio": 2,
-        "scaling_factor": 1.03682,
-    }
-    return diffusers.AutoencoderKLHunyuanImageRefiner(**{**defaults, **config}).eval().requires_grad_(False)
+from tests.decoding.tiny_models import hunyuan_image_refiner as refiner
 
 
 @pytest.mark.parametrize("frames", [1, 3])

@@ -19,16 +19,7 @@ from decode_service.planning.spec import StrideTiles
 from decode_service.planning.temporal import FadedFrames
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
-
-
-def tiny(**config: Any) -> diffusers.AutoencoderKLHunyuanVideo:
-    torch.manual_seed(3)
-    defaults = {"block_out_channels": (8, 8, 8, 16), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
-    vae = diffusers.AutoencoderKLHunyuanVideo(**{**defaults, **config}).eval().requires_grad_(False)
-    # Random weights give pixels of 2 to 3, on which float32 itself is 1e-5 off (against float64); trained ones stay within 1.
-    with torch.no_grad():
-        vae.decoder.conv_out.conv.weight.mul_(0.4)
-    return vae
+from tests.decoding.tiny_models import hunyuan_video as tiny
 
 
 def reference(vae: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -69,7 +60,7 @@ def test_tiles_are_those_of_diffusers(frames: int) -> None:
     vae.enable_tiling(32, 32, tile_sample_stride_height=24, tile_sample_stride_width=24)
     expected = reference(vae, latents)
     vae.disable_tiling()
-    check_tiles(vae, latents, expected, tiles=StrideTiles(32, 24), ranks=(1, 3))
+    check_tiles(vae, latents, expected, tiles=StrideTiles(32, 24))
 
 
 def test_a_frame_below_the_tile_along_one_axis_is_tiled_as_in_diffusers() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import diffusers
 import pytest
 import torch
@@ -13,12 +11,7 @@ from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
-
-
-def model(**config: Any) -> Any:
-    torch.manual_seed(4)
-    defaults = {"channels": 32, "ch_mult": (1, 2, 2), "num_dec_blocks": 1, "z_channels": 4, "sample_size": 32}
-    return diffusers.AutoencoderKLKVAE(**{**defaults, **config}).eval().requires_grad_(False)
+from tests.decoding.tiny_models import kvae as model
 
 
 @pytest.mark.parametrize("multipliers", [(1, 2, 2), (2, 1, 1, 2)])

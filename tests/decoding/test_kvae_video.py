@@ -16,12 +16,7 @@ from decode_service.planning.temporal import SegmentFrames
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
 from tests.decoding.tiled_reference import tiled
-
-
-def model(**config: Any) -> Any:
-    torch.manual_seed(4)
-    defaults = {"ch": 32, "ch_mult": (1, 2, 1), "num_res_blocks": 1, "z_channels": 4, "temporal_compress_times": 4}
-    return diffusers.AutoencoderKLKVAEVideo(**{**defaults, **config}).eval().requires_grad_(False)
+from tests.decoding.tiny_models import kvae_video as model
 
 
 def reference(vae: Any, latents: torch.Tensor) -> torch.Tensor:

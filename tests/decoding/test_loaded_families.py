@@ -14,31 +14,20 @@ from decode_service.decoding.loading import ModelSource
 from decode_service.decoding.rank import RankDecoder
 from decode_service.planning.plan import PixelFormat
 from decode_service.planning.planner import Policy, make_plan
-from tests.decoding import (
-    test_allegro,
-    test_cogvideox,
-    test_cosmos,
-    test_kvae,
-    test_kvae_video,
-    test_magvit,
-    test_mochi,
-    test_qwen_image21,
-    test_temporal_decoder,
-    test_vidtok,
-)
+from tests.decoding import tiny_models
 from tests.decoding.harness import latents_of
 
 # A model, and how many latent frames of it are decoded.
 MODELS: dict[str, tuple[Callable[[], Any], int]] = {
-    "qwen-image-2.1": (lambda: test_qwen_image21.model("residual"), 1),
-    "cogvideox": (test_cogvideox.model, 5),
-    "cosmos": (test_cosmos.model, 3),
-    "vidtok": (test_vidtok.model, 3),
-    "kvae": (test_kvae.model, 1),
-    "kvae-video": (test_kvae_video.model, 6),
-    "mochi": (test_mochi.model, 3),
-    "svd": (test_temporal_decoder.model, 3),
-    "easyanimate": (test_magvit.model, 3),
+    "qwen-image-2.1": (tiny_models.qwen_image21, 1),
+    "cogvideox": (tiny_models.cogvideox, 5),
+    "cosmos": (tiny_models.cosmos, 3),
+    "vidtok": (tiny_models.vidtok, 3),
+    "kvae": (tiny_models.kvae, 1),
+    "kvae-video": (tiny_models.kvae_video, 6),
+    "mochi": (tiny_models.mochi, 3),
+    "svd": (tiny_models.temporal_decoder, 3),
+    "easyanimate": (tiny_models.magvit, 3),
 }
 
 
@@ -61,7 +50,7 @@ def test_a_model_from_a_folder_decodes_as_the_one_that_was_saved(name: str, tmp_
 
 
 def test_blocks_of_a_model_from_a_folder_are_those_of_its_config(tmp_path: Path) -> None:
-    test_allegro.model().save_pretrained(tmp_path)
+    tiny_models.allegro().save_pretrained(tmp_path)
     decoder = RankDecoder.load(ModelSource("tiny", str(tmp_path)), device="cpu")
     plan = make_plan(decoder.spec, (1, 4, 2, 7, 9), group_size=1, policy=Policy())
     latents = latents_of(plan.latent_shape)

@@ -17,57 +17,8 @@ from decode_service.planning.spec import StrideTiles
 from decode_service.planning.temporal import CausalFrames
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
-
-
-def ready(vae: Any) -> Any:
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        vae.latents_mean.copy_(torch.randn(vae.latents_mean.shape, generator=generator))
-        vae.latents_std.copy_(torch.rand(vae.latents_std.shape, generator=generator) + 0.5)
-    return vae.eval().requires_grad_(False)
-
-
-def ltx(**config: Any) -> diffusers.AutoencoderKLLTXVideo:
-    """8x in space and 4x in time: two upsamplings after 2 x 2 patches."""
-    torch.manual_seed(3)
-    defaults: dict[str, Any] = {
-        "latent_channels": 4,
-        "block_out_channels": (8, 16),
-        "decoder_block_out_channels": (8, 16),
-        "down_block_types": ("LTXVideoDownBlock3D",) * 2,
-        "layers_per_block": (1, 1, 1),
-        "decoder_layers_per_block": (1, 1, 1),
-        "spatio_temporal_scaling": (True, True),
-        "decoder_spatio_temporal_scaling": (True, True),
-        "decoder_inject_noise": (False, False, False),
-        "downsample_type": ("conv", "conv"),
-        "upsample_residual": (False, False),
-        "upsample_factor": (1, 1),
-        "patch_size": 2,
-    }
-    return ready(diffusers.AutoencoderKLLTXVideo(**{**defaults, **config}))
-
-
-def ltx2(**config: Any) -> diffusers.AutoencoderKLLTX2Video:
-    torch.manual_seed(3)
-    defaults: dict[str, Any] = {
-        "latent_channels": 4,
-        "block_out_channels": (8, 16),
-        "decoder_block_out_channels": (8, 16),
-        "down_block_types": ("LTX2VideoDownBlock3D",) * 2,
-        "layers_per_block": (1, 1, 1),
-        "decoder_layers_per_block": (1, 1, 1),
-        "spatio_temporal_scaling": (True, True),
-        "decoder_spatio_temporal_scaling": (True, True),
-        "decoder_inject_noise": (False, False, False),
-        "downsample_type": ("spatiotemporal", "spatiotemporal"),
-        "upsample_type": ("spatiotemporal", "spatiotemporal"),
-        "upsample_residual": (True, True),
-        "upsample_factor": (2, 2),
-        "patch_size": 2,
-    }
-    return ready(diffusers.AutoencoderKLLTX2Video(**{**defaults, **config}))
-
+from tests.decoding.tiny_models import ltx2_video as ltx2
+from tests.decoding.tiny_models import ltx_video as ltx
 
 # The upsampling of LTX-Video 0.9.1 and later. Only these can be conditioned: with the others' ``conv_in`` diffusers fails.
 RESIDUAL = {"upsample_residual": (True, True), "upsample_factor": (2, 2)}

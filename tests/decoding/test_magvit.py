@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import diffusers
 import pytest
 import torch
@@ -12,28 +10,10 @@ from decode_service.decoding.families.magvit import MagvitFamily, with_shared_we
 from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
+from tests.decoding.tiny_models import magvit as model
 
 TILES = StrideTiles(32, 28)
 VARIANTS = {"statistics of a frame": True, "statistics of a pass": False}
-
-
-def model(spatial_group_norm: bool = True) -> Any:
-    torch.manual_seed(4)
-    vae = diffusers.AutoencoderKLMagvit(
-        block_out_channels=(8, 16, 16),
-        latent_channels=4,
-        down_block_types=("SpatialDownBlock3D", "SpatialTemporalDownBlock3D", "SpatialTemporalDownBlock3D"),
-        up_block_types=("SpatialTemporalUpBlock3D",) * 3,
-        layers_per_block=1,
-        norm_num_groups=4,
-        spatial_group_norm=spatial_group_norm,
-    )
-    vae = vae.eval().requires_grad_(False)
-    # Random initial weights give pictures near zero, on which a wrong halo could hide within any tolerance.
-    for parameter in vae.decoder.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(1.2)
-    return vae
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import diffusers
 import pytest
@@ -16,29 +15,9 @@ from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
 from tests.decoding.models import STATISTICS
+from tests.decoding.tiny_models import mochi as model
 
 TILES = StrideTiles(32, 24)
-
-
-def model(**config: Any) -> Any:
-    torch.manual_seed(4)
-    defaults = {
-        "encoder_block_out_channels": (32, 32, 32),
-        "decoder_block_out_channels": (32, 32, 64),
-        "latent_channels": 4,
-        "layers_per_block": (1, 1, 1, 1),
-        "temporal_expansions": (2, 3),
-        "spatial_expansions": (2, 2),
-        "add_attention_block": (False,) * 4,
-        "scaling_factor": 0.8,
-        **STATISTICS,
-    }
-    vae = diffusers.AutoencoderKLMochi(**{**defaults, **config}).eval().requires_grad_(False)
-    # Random initial weights give pictures near zero, on which a wrong halo could hide within any tolerance.
-    for parameter in vae.decoder.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(1.2)
-    return vae
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3, 5])

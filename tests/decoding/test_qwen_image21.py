@@ -15,6 +15,7 @@ from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
 from tests.decoding.models import STATISTICS
+from tests.decoding.tiny_models import qwen_image21
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "residual": {"is_residual": True},
@@ -24,26 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def model(variant: str) -> Any:
-    torch.manual_seed(4)
-    options = VARIANTS[variant]
-    ratio = 4 * options.get("patch_size", 1)
-    config = {
-        "base_dim": 8,
-        "decoder_base_dim": 8,
-        "z_dim": 4,
-        "dim_mult": [1, 2, 2],
-        "num_res_blocks": 1,
-        "temperal_downsample": [False, True],
-        "scale_factor_spatial": ratio,
-        **STATISTICS,
-        **options,
-    }
-    vae = diffusers.AutoencoderKLQwenImage21(**config).eval().requires_grad_(False)
-    # Random initial weights give pictures near zero, on which a wrong halo could hide within any tolerance.
-    for parameter in vae.decoder.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(1.2)
-    return vae
+    return qwen_image21(**VARIANTS[variant])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

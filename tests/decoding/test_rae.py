@@ -20,35 +20,12 @@ from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import check_exact_modes, decoded
 from tests.decoding.harness import latents_of
+from tests.decoding.tiny_models import RAE_CELLS as CELLS
+from tests.decoding.tiny_models import RAE_CHANNELS as CHANNELS
+from tests.decoding.tiny_models import RAE_PATCH as PATCH
+from tests.decoding.tiny_models import rae as model
 
 CPU = torch.device("cpu")
-CELLS, PATCH, CHANNELS = 5, 4, 8
-
-
-def model(**config: Any) -> Any:
-    """A tiny random one with statistics; without the encoder, which is a model of another library."""
-    torch.manual_seed(4)
-    defaults = {
-        "encoder_hidden_size": CHANNELS,
-        "encoder_patch_size": 14,
-        "encoder_input_size": 14 * CELLS,
-        "decoder_hidden_size": 16,
-        "decoder_num_hidden_layers": 2,
-        "decoder_num_attention_heads": 2,
-        "decoder_intermediate_size": 32,
-        "patch_size": PATCH,
-        "latents_mean": torch.randn(CHANNELS, CELLS, CELLS).tolist(),
-        "latents_std": (torch.rand(CHANNELS, CELLS, CELLS) + 0.5).tolist(),
-        "scaling_factor": 0.7,
-    }
-    with RAEFamily.building():
-        vae = diffusers.AutoencoderRAE(**{**defaults, **config}).eval().requires_grad_(False)
-    # Random initial weights give nearly the same patch everywhere.
-    for parameter in vae.decoder.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(2.0)
-    vae.decoder.trainable_cls_token.normal_()
-    return vae
 
 
 def reference(vae: Any, latents: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import nn
 
-from decode_service.decoding.attention import frame_causal_attention
+from decode_service.decoding.attention import frame_causal_attention, kernel_attention
 from decode_service.decoding.communicator import Communicator
 from decode_service.decoding.sharding import AXIS_DIM, ShardedFrame, UnshardableOperation
 from decode_service.planning.bands import split
@@ -132,6 +132,7 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Operation]] = {
         lambda x: F.conv2d(F.pixel_shuffle(x.repeat_interleave(2, dim=1), 2)[:, :3], BOX_2D, padding=1),
     ),
     "padded frames kept and joined with the next, written to a clip": ((1, 3, 5, 7, 9), lambda x: by_two_passes(x)),
+    "batch norm of known statistics": ((2, 8, 7, 9), nn.BatchNorm2d(8).eval()),
     "pixel-wise functions": ((1, 3, 7, 9), lambda x: (F.silu(x) * 2 + x.clamp(-1, 1)).to(torch.float64).float()),
 }
 
@@ -175,6 +176,28 @@ def test_frame_causal_attention_gathers_the_keys_of_every_frame(axis: str, ranks
 
     x = normal(2, 8, 4, 7, 9)
     torch.testing.assert_close(sharded(attention, x, axis, ranks), attention(x), atol=1e-5, rtol=1e-5)
+
+
+# Heads of 12 channels: a frame of 4 x 6 is linear although no band on 3 ranks would be; one of 3 x 4 is not.
+@pytest.mark.parametrize(("extents", "linear"), [((7, 9), True), ((4, 6), True), ((3, 4), False)])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("axis", ["height", "width"])
+def test_kernel_attention_takes_the_form_that_the_frame_takes(
+    axis: str, ranks: int, extents: tuple[int, int], linear: bool
+) -> None:
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(1, (2, 12))
+        return kernel_attention(heads.relu(), (heads - 0.3).relu(), heads.sin(), 1e-15).flatten(1, 2)
+
+    x = normal(2, 24, *extents)
+    torch.testing.assert_close(sharded(attention, x, axis, ranks), attention(x), atol=1e-5, rtol=1e-5)
+    # The linear form answers in float32 whatever it was given.
+    half = x.bfloat16()
+    expected = attention(half)
+    assert expected.dtype == (torch.float32 if linear else torch.bfloat16)
+    actual = sharded(attention, half, axis, ranks)
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, atol=1e-5 if linear else 1e-2, rtol=1e-5 if linear else 1e-2)
 
 
 @pytest.mark.parametrize("axis", ["height", "width"])
@@ -229,6 +252,7 @@ UNCOVERED: dict[str, tuple[tuple[int, ...], Operation]] = {
     "slicing the axis from the end": ((1, 3, 8, 8), lambda x: x[..., 1:, 1:]),
     "normalizing over tokens": ((1, 3, 8, 8), lambda x: F.normalize(x.flatten(2).transpose(1, 2), dim=1)),
     "masked attention": ((1, 3, 8, 8), lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)),
+    "batch norm of its own statistics": ((1, 3, 8, 8), nn.BatchNorm2d(3)),
     "circular padding": ((1, 3, 8, 8), nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")),
     "layer norm over the picture": ((1, 3, 8, 8), lambda x: F.layer_norm(x, x.shape[-2:])),
     "mean over the last axes": ((1, 3, 8, 8), lambda x: x - x.mean(-1, keepdim=True).mean(-2, keepdim=True)),

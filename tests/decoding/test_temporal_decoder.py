@@ -15,19 +15,7 @@ from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
-
-
-def model() -> Any:
-    torch.manual_seed(4)
-    vae = diffusers.AutoencoderKLTemporalDecoder(
-        block_out_channels=(32, 64, 64), down_block_types=("DownEncoderBlock2D",) * 3, layers_per_block=1
-    )
-    vae = vae.eval().requires_grad_(False)
-    # Mixing factors start at zero; others make a difference between frames and time.
-    for name, parameter in vae.decoder.named_parameters():
-        if name.endswith("mix_factor"):
-            parameter.fill_(0.4)
-    return vae
+from tests.decoding.tiny_models import temporal_decoder as model
 
 
 def reference(vae: Any, latents_BCTHW: torch.Tensor) -> torch.Tensor:

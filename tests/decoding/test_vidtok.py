@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -19,17 +18,7 @@ from decode_service.planning.temporal import CausalFrames, GroupedFrames
 from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
 from tests.decoding.tiled_reference import tiled
-
-
-def model(**config: Any) -> Any:
-    """4x8x8 in four stages as released."""
-    torch.manual_seed(5)
-    defaults = {"ch": 16, "ch_mult": [1, 1, 1, 2], "z_channels": 4, "num_res_blocks": 1}
-    vae = diffusers.AutoencoderVidTok(**{**defaults, **config}).eval().requires_grad_(False)
-    # Norms over 16 channels make much of rounding; the tolerance is absolute. In float64 nothing is left (see the chunks).
-    conv_out = vae.decoder.conv_out.conv if vae.is_causal else vae.decoder.conv_out
-    conv_out.weight.mul_(0.5)
-    return vae
+from tests.decoding.tiny_models import vidtok as model
 
 
 def reference(vae: Any, latents: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,22 @@ class TestAuto:
         narrow = plan((1, 16, 1, 3, 7), ranks=8, policy=Policy(direct_max_pixels=0))
         assert narrow.mode == "tile" and "fewer than 8 ranks" in narrow.reason
 
+    def test_bands_are_as_wide_as_the_model_reaches(self) -> None:
+        spec = replace(QWEN, min_band_cells=2)
+        assert plan((1, 16, 1, 8, 40), ranks=4, spec=spec).mode == "spatial_shard_width"
+        assert plan((1, 16, 1, 8, 7), ranks=4, spec=spec, policy=Policy(direct_max_pixels=0)).axis == "height"
+        refused = plan((1, 16, 1, 8, 7), ranks=4, spec=spec, mode="spatial_shard_width")
+        assert refused.fallback is not None and "fewer than 4 ranks with at least 2 each" in refused.fallback
+
+    def test_tiles_say_why_they_approximate_unless_they_do_not(self) -> None:
+        spec = replace(QWEN, tile_difference="every tile is for itself")
+        tiled = plan((1, 16, 1, 60, 104), spec=spec, mode="tile")
+        assert not tiled.exact and tiled.reason.endswith("approximate: every tile is for itself")
+        whole = plan((1, 16, 1, 8, 8), spec=spec, mode="tile")
+        assert whole.exact and "approximate" not in whole.reason
+        own = plan((1, 24, 7, 40, 40), spec=H3)
+        assert own.exact and "approximate" not in own.reason
+
     def test_a_model_that_cannot_be_sharded_is_decoded_by_one_rank_rather_than_approximated(self) -> None:
         spec = replace(QWEN, exact_axes=(), no_exact_axes_reason="it mixes all positions")
         whole = plan((1, 16, 1, 60, 104), spec=spec)

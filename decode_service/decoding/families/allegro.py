@@ -30,6 +30,8 @@ class AllegroFamily(Family):
     """
 
     class_names = ("AutoencoderKLAllegro",)
+    serves = "Allegro"
+    denormalizes = "z / scaling_factor"
 
     @property
     def blocks(self) -> OverlapFrames:

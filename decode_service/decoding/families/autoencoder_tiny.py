@@ -17,6 +17,8 @@ class AutoencoderTinyFamily(ImageFamily):
     """``AutoencoderTiny``: convolutions only. Its decoder bounds latents by 3 tanh(z / 3) and returns about [-1, 1]."""
 
     class_names = ("AutoencoderTiny",)
+    serves = "TAESD, TAESDXL, TAEF1 previews"
+    denormalizes = "z / scaling_factor + shift_factor"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

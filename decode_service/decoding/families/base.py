@@ -8,6 +8,7 @@ and keeps no state of a request: two decodes interleaved on one model give what 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,6 +36,9 @@ class Family(ABC):
 
     Attributes:
         class_names: diffusers classes that the family decodes.
+        serves: the models that people know it by.
+        denormalizes: ``denormalize`` in a line, of ``z`` and what the model's config calls its statistics.
+        tile_geometry: whose tiles its tiles are, where they are not those of diffusers for the class.
         compiles: whether the decoder can be compiled; where it cannot, it runs eagerly whatever the settings say.
         eager_reason: why not, for people.
         spec: what planning knows of the model.
@@ -43,6 +47,9 @@ class Family(ABC):
     """
 
     class_names: ClassVar[tuple[str, ...]]
+    serves: ClassVar[str]
+    denormalizes: ClassVar[str]
+    tile_geometry: ClassVar[str] = "diffusers"
     compiles: ClassVar[bool] = True
     eager_reason: ClassVar[str] = "this family's decoder keeps state that torch.compile cannot follow; it runs eagerly"
     timestep: float = 0.0
@@ -51,7 +58,7 @@ class Family(ABC):
         self.vae = vae
         _with_plain_booleans(vae)
         self.config: dict[str, Any] = dict(vae.config)
-        self.spec = self.make_spec(name, tiles)
+        self.spec = dataclasses.replace(self.make_spec(name, tiles), tile_difference=what_a_tile_misses(vae.decoder))
         self.call_decoder: Callable[..., torch.Tensor] = vae.decoder
 
     @classmethod
@@ -146,6 +153,18 @@ def mixed(latents_BCTHW: torch.Tensor, noise_BCTHW: torch.Tensor, scale: float) 
     """``(1 - scale) * latents + scale * noise``, rounded as the LTX pipelines do: the weight has the latents' dtype."""
     weight = latents_BCTHW.new_full((1, 1, 1, 1, 1), scale)
     return (1 - weight) * latents_BCTHW + weight * noise_BCTHW
+
+
+def what_a_tile_misses(decoder: nn.Module) -> str:
+    """Why the pixels of one tile are not those of the undivided frame, by what the decoder is made of."""
+    modules = list(decoder.modules())
+    causes = []
+    if any(isinstance(module, nn.GroupNorm) for module in modules):
+        causes.append("takes its own GroupNorm statistics")
+    names = [type(module).__name__.lower() for module in modules]
+    if any("attention" in name or "attn" in name for name in names):
+        causes.append("attends to itself alone")
+    return f"every tile {' and '.join(causes or ['ends where its convolutions would see more of the frame'])}"
 
 
 def stride_tiles(given: StrideTiles | None, spatial_ratio: int, class_name: str) -> StrideTiles:

@@ -38,6 +38,8 @@ class CosmosFamily(PassesFamily):
     """
 
     class_names = ("AutoencoderKLCosmos",)
+    serves = "Cosmos 1.0"
+    denormalizes = "z * std / sigma_data + mean"
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         super().__init__(vae, name, tiles)

@@ -17,6 +17,8 @@ class HunyuanImageFamily(ImageFamily):
     """``AutoencoderKLHunyuanImage``: GroupNorm, attention in the middle, upsampling by moving channels into pixels."""
 
     class_names = ("AutoencoderKLHunyuanImage",)
+    serves = "HunyuanImage"
+    denormalizes = "z / scaling_factor"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

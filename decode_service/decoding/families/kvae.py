@@ -20,6 +20,8 @@ class KVAEFamily(ImageFamily):
     """
 
     class_names = ("AutoencoderKLKVAE",)
+    serves = "KVAE 1.0"
+    denormalizes = "z"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

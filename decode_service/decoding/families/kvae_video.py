@@ -30,6 +30,8 @@ class KVAEVideoFamily(PassesFamily):
     """
 
     class_names = ("AutoencoderKLKVAEVideo",)
+    serves = "KVAE 1.0 for videos"
+    denormalizes = "z"
 
     @property
     def frame_rule(self) -> SegmentFrames:

@@ -24,6 +24,8 @@ class MagvitFamily(PassesFamily):
     """
 
     class_names = ("AutoencoderKLMagvit",)
+    serves = "EasyAnimate"
+    denormalizes = "z / scaling_factor"
     compiles = False
 
     @property

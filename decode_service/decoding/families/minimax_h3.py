@@ -27,6 +27,8 @@ class MiniMaxH3Family(MeanStdFamily):
     """``AutoencoderKLMiniMaxH3``. Tile parts are its temporal clips."""
 
     class_names = ("AutoencoderKLMiniMaxH3",)
+    serves = "MiniMax-H3"
+    denormalizes = "z * std + mean"
 
     @property
     def clips(self) -> ClipFrames:

@@ -30,6 +30,8 @@ class RAEFamily(Family):
     """
 
     class_names = ("AutoencoderRAE",)
+    serves = "RAE, of one size"
+    denormalizes = "z"
 
     @classmethod
     def building(cls) -> AbstractContextManager[None]:

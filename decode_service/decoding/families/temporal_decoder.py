@@ -26,6 +26,9 @@ class TemporalDecoderFamily(PassesFamily):
     """
 
     class_names = ("AutoencoderKLTemporalDecoder",)
+    serves = "Stable Video Diffusion"
+    denormalizes = "z / scaling_factor"
+    tile_geometry = "ours"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         widths = self.config["block_out_channels"]

@@ -36,6 +36,8 @@ class VidTokFamily(PassesFamily):
     """
 
     class_names = ("AutoencoderVidTok",)
+    serves = "VidTok, causal or not, continuous or quantized"
+    denormalizes = "not possible: it has no statistics"
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         super().__init__(vae, name, tiles)

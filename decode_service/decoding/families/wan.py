@@ -16,6 +16,8 @@ class WanFamily(CausalFamily):
     """``AutoencoderKLWan`` in both of its forms."""
 
     class_names = ("AutoencoderKLWan",)
+    serves = "Wan 2.1 and 2.2 A14B (16 channels), 2.2 5B (48), Sana-Video"
+    denormalizes = "z / (1 / std) + mean"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config
