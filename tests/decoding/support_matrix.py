@@ -64,7 +64,10 @@ class Declared:
 
     @property
     def latents(self) -> str:
-        return " or ".join(f"{ndim}-D" for ndim in self.spec.latent_ndims())
+        held = " or ".join(f"{ndim}-D" for ndim in self.spec.latent_ndims())
+        if self.spec.fixed_cells:
+            held += ", of one size"
+        return held + (", packed" if self.spec.packing else "")
 
     @property
     def time(self) -> str:
@@ -176,7 +179,10 @@ def _notes(classes: list[Declared], measured: Measured, usual: Mapping[str, tupl
     for entry in classes:
         if not entry.spec.tile_only and not entry.spec.exact_axes:
             yield f"`{entry.class_name}` cannot be sharded: {entry.spec.no_exact_axes_reason}."
-    approximate = [entry for entry in classes if not entry.spec.tile_only]
+    for entry in classes:
+        if entry.spec.tiles is None:
+            yield f"`{entry.class_name}` has no tiles: {entry.spec.no_tiles_reason}."
+    approximate = [entry for entry in classes if "tile" in entry.modes and not entry.spec.tile_only]
     reasons = dict.fromkeys(entry.spec.tile_difference for entry in approximate)
     parts = [
         f"{reason} (" + ", ".join(f"`{e.class_name}`" for e in approximate if e.spec.tile_difference == reason) + ")"
