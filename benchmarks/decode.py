@@ -35,6 +35,7 @@ from decode_service.decoding.pixels import from_carrier
 from decode_service.decoding.rank import RankDecoder
 from decode_service.planning.plan import PixelFormat
 from decode_service.planning.planner import Policy, make_plan
+from local_service import exit_on_signals
 
 
 class Contenders:
@@ -317,5 +318,7 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
+    # SIGTERM must unwind the stack: the models' files, gigabytes, go with this process.
+    exit_on_signals()
     main()
     sys.exit(0)

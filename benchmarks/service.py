@@ -10,8 +10,8 @@ turn with it, in this process and with the same number of threads, runs what it 
 - ``group``: sixteen small requests at once on a group of two ranks, which decode one each, against the same requests one
   at a time, each divided over both ranks.
 
-The client takes its share of the same cores. On a machine that others use, too, start the command with ``setsid``: Linux
-shares processor time out by session, and the service is one of its own.
+The client takes its share of the same cores. A machine that others use, too, is no good for this: Linux shares processor
+time out by session, and the service's processes have other sessions than this one.
 """
 
 from __future__ import annotations
