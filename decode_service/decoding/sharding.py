@@ -20,8 +20,9 @@ extent at any depth is its latent extent times that factor.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class ShardedFrame(TorchFunctionMode):
 
     Attributes:
         exchanges: collectives issued so far.
+        band: this rank's latent cells along the axis.
     """
 
     def __init__(self, communicator: Communicator, axis: str, bands: Sequence[Band]) -> None:
@@ -74,8 +76,10 @@ class ShardedFrame(TorchFunctionMode):
         self.axis = axis
         self.exchanges = 0
         self._communicator = communicator
+        self.band = bands[communicator.rank]
         self._sizes = [band.size for band in bands]
         self._rank = communicator.rank
+        self._shared_tokens = 0
         # Outputs of F.pad that carry halo rows, and how many: a convolution without padding of its own is right on
         # these and wrong on everything else.
         self._halos: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -85,18 +89,33 @@ class ShardedFrame(TorchFunctionMode):
         self._constants: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __enter__(self) -> ShardedFrame:
-        _active.depth = getattr(_active, "depth", 0) + 1
+        _active.frames = [*getattr(_active, "frames", ()), self]
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _active.depth -= 1
+        _active.frames = _active.frames[:-1]
 
     @staticmethod
     def is_active() -> bool:
         """Whether the halo rule holds in this thread."""
-        return getattr(_active, "depth", 0) > 0
+        return ShardedFrame.current() is not None
+
+    @staticmethod
+    def current() -> ShardedFrame | None:
+        """The frame whose band this thread decodes, or None where it decodes a whole frame."""
+        frames: Sequence[ShardedFrame] = getattr(_active, "frames", ())
+        return frames[-1] if frames else None
+
+    @contextlib.contextmanager
+    def sharing_tokens(self, count: int) -> Iterator[None]:
+        """While it lasts, the first ``count`` tokens of an attention are no part of the frame: every rank has the same."""
+        self._shared_tokens = count
+        try:
+            yield
+        finally:
+            self._shared_tokens = 0
 
     def __torch_function__(
         self,
@@ -346,7 +365,11 @@ class ShardedFrame(TorchFunctionMode):
             raise UnshardableOperation("masked attention needs the geometry of its mask, which is not covered")
         # One message for both: keys and values have the same shape in every decoder here, but need not.
         if key.shape == value.shape:
-            key, value = self.gather(torch.stack([key, value]), key.dim() - 1).unbind(0)
+            both, shared = torch.stack([key, value]), self._shared_tokens
+            gathered = self.gather(both[..., shared:, :], key.dim() - 1)
+            key, value = torch.cat([both[..., :shared, :], gathered], -2) if shared else gathered
+        elif self._shared_tokens:
+            raise UnshardableOperation("attention with shared tokens needs keys and values of one shape")
         else:
             key, value = self.gather(key, key.dim() - 2), self.gather(value, value.dim() - 2)
         return func(query, key, value, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)

@@ -572,8 +572,8 @@ class DecodeEngine:
         if self._group.size == 1 or not spec.exact_axes:
             return
         # Two more than a whole number of rows each, so that bands are uneven for every group of at least two.
-        extent = 2 * self._group.size + 1
-        shape: tuple[int, ...] = (1, spec.latent_channels, extent, extent + 2)
+        extent = spec.fixed_cells or 2 * self._group.size + 1
+        shape: tuple[int, ...] = (1, spec.latent_channels, extent, spec.fixed_cells or extent + 2)
         if spec.frame_rule is not None:
             # One frame alone would not test what passes hand on; image decoders take nothing else.
             frames = next(t for t in (*range(2, 64), 1) if spec.frame_rule.problem(t) is None)

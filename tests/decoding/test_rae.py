@@ -88,7 +88,7 @@ def test_it_has_no_tiles_and_says_why() -> None:
     vae, shape = model(), (1, CHANNELS, CELLS, CELLS)
     assert not hasattr(vae, "use_tiling"), "diffusers tiles it now: look how"
     spec = RAEFamily(vae, "tiny").spec
-    assert spec.modes(1) == ("direct",) and spec.modes(2) == ("direct", "batch")
+    assert spec.modes(1) == ("direct",) and "tile" not in spec.modes(2)
     for strict in (False, True):
         with pytest.raises(UnsupportedModeError, match=r"position embedding for each token.*use direct or auto"):
             make_plan(spec, shape, group_size=2, policy=Policy(), mode="tile", strict=strict)
@@ -96,14 +96,27 @@ def test_it_has_no_tiles_and_says_why() -> None:
         RAEFamily(vae, "tiny", StrideTiles(16, 12))
 
 
-def test_a_group_decodes_one_picture_on_one_rank() -> None:
+def test_a_group_with_more_ranks_than_rows_decodes_on_one() -> None:
     spec, shape = RAEFamily(model(), "tiny").spec, (1, CHANNELS, CELLS, CELLS)
-    chosen = make_plan(spec, shape, group_size=2, policy=Policy(direct_max_pixels=0))
-    assert chosen.mode == "direct" and chosen.exact and "class token" in chosen.reason
-    forced = make_plan(spec, shape, group_size=2, policy=Policy(), mode="spatial_shard_width")
-    assert forced.mode == "direct" and forced.fallback is not None and "class token" in forced.fallback
-    with pytest.raises(UnsupportedModeError, match="class token"):
-        make_plan(spec, shape, group_size=2, policy=Policy(), mode="spatial_shard_width", strict=True)
+    chosen = make_plan(spec, shape, group_size=CELLS + 1, policy=Policy(direct_max_pixels=0))
+    assert chosen.mode == "direct" and chosen.exact and "fewer than 6 ranks" in chosen.reason
+    forced = make_plan(spec, shape, group_size=CELLS + 1, policy=Policy(), mode="spatial_shard_width")
+    assert forced.mode == "direct" and forced.fallback is not None and "fewer than 6 ranks" in forced.fallback
+
+
+@pytest.mark.parametrize("axis", ["height", "width"])
+def test_a_band_has_its_own_positions_and_one_class_token(axis: str) -> None:
+    """A wrong position, or a class token that counts once for every rank, shows in the picture."""
+    vae, latents = model(), latents_of((1, CHANNELS, CELLS, CELLS))
+    expected = reference(vae, latents)
+    vae.decoder.trainable_cls_token.mul_(-1.0)
+    assert (reference(vae, latents) - expected).abs().max() > 1e-3, "a class token without effect would prove nothing"
+    vae.decoder.trainable_cls_token.mul_(-1.0)
+    flipped = reference(vae, latents.flip(-1 if axis == "width" else -2))
+    assert (flipped.flip(-1 if axis == "width" else -2) - expected).abs().max() > 1e-2, "nor positions without one"
+    for ranks in (4, 5):
+        _, picture = decoded(vae, latents, f"spatial_shard_{axis}", ranks=ranks)
+        torch.testing.assert_close(picture, expected, atol=1e-5, rtol=0)
 
 
 def test_latents_that_are_tokens_are_refused_at_start() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -161,6 +162,25 @@ def test_attention_keeps_queries_and_gathers_keys_and_values(axis: str, ranks: i
         return y.permute(0, 1, 3, 2).reshape(batch, channels, height, width)
 
     x = normal(2, 8, 7, 9)
+    torch.testing.assert_close(sharded(attention, x, axis, ranks), attention(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("axis", ["height", "width"])
+def test_a_token_that_all_ranks_share_is_gathered_once(axis: str, ranks: int) -> None:
+    shared = normal(2, 1, 1, 8)
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        tokens = torch.cat([shared, x.flatten(2).transpose(1, 2).unsqueeze(1)], 2)
+        frame = ShardedFrame.current()
+        with frame.sharing_tokens(1) if frame else contextlib.nullcontext():
+            y = F.scaled_dot_product_attention(tokens, tokens * 0.5, tokens + 1)
+        y = y.squeeze(1)
+        # The shared token saw all others on every rank, so each position may add what came of it.
+        return (y[:, 1:] + y[:, :1]).transpose(1, 2).reshape(x.shape)
+
+    x = normal(2, 8, 7, 9)
+    assert ShardedFrame.current() is None
     torch.testing.assert_close(sharded(attention, x, axis, ranks), attention(x), atol=1e-5, rtol=1e-5)
 
 

@@ -37,6 +37,7 @@ from decode_service.errors import (
     UnsupportedModeError,
 )
 from decode_service.planning.plan import PixelFormat
+from tests.decoding import test_rae
 
 from .conftest import Faults, TinyWan, job, not_a_number, raising
 
@@ -554,6 +555,34 @@ def test_a_model_whose_decoder_is_never_compiled_is_not_shown_as_compiled(
             assert engine.describe()["compile"]["off_because"] is not None
 
     monkeypatch.setattr(WanFamily, "compiles", False)
+    run(test)
+
+
+def test_a_model_of_one_size_without_tiles_is_tested_at_its_size_and_never_tiled(
+    tiny_wan: TinyWan, faults: Faults, tmp_path: Path
+) -> None:
+    vae = test_rae.model()
+    vae.save_pretrained(tmp_path)
+    latents = np.random.default_rng(0).standard_normal((1, 8, 5, 5), np.float32)
+
+    async def test() -> None:
+        async with serving(tiny_wan.config(model={"source": str(tmp_path)}), faults) as engine:
+            shown = engine.describe()
+            assert shown["self_test"] == {"height": "exact", "width": "exact"}
+            assert "tile" not in shown["modes"] and "position embedding" in shown["no_tiles_reason"]
+            # Out of memory undivided, then no more: sharding needs less.
+            faults.on(0, raising(torch.OutOfMemoryError("CUDA out of memory")))
+            outcome = await engine.decode(job(latents, mode="direct"))
+            assert outcome.plan.mode == "spatial_shard_width"
+            with torch.no_grad():
+                expected = vae.decode(torch.from_numpy(latents)).sample.numpy()
+            assert np.abs(outcome.assemble() - expected).max() < 1e-5
+            # Sharded out of memory: tiles would be next, and there are none.
+            for rank in (0, 1):
+                faults.on(rank, raising(torch.OutOfMemoryError("CUDA out of memory")))
+            with pytest.raises(OutOfMemoryError, match="use ranks with more memory"):
+                await engine.decode(job(latents, mode="spatial_shard_height"))
+
     run(test)
 
 

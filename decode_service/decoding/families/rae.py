@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from decode_service.decoding.families.base import Family
+from decode_service.decoding.sharding import ShardedFrame
 from decode_service.errors import ConfigError
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.spec import ModelSpec, StrideTiles
@@ -22,6 +23,8 @@ _NO_TILES = "its decoder has one position embedding for each token of a picture 
 
 class RAEFamily(Family):
     """``AutoencoderRAE``: as many tokens as its encoder gives, and a class token, through transformer blocks to patches.
+
+    A band of a picture has the class token and its own tokens, whose queries see the keys of all: sharding is exact.
 
     Pictures have one size. diffusers stretches the latents of other square pictures to it, and takes any rectangle of as
     many cells for the square, which scrambles the picture; here both are refused.
@@ -57,8 +60,7 @@ class RAEFamily(Family):
             decoder_ratio=patch,
             frame_rule=None,
             accepts_images=True,
-            exact_axes=(),
-            no_exact_axes_reason="its class token and its position embeddings belong to the whole picture, not to a band of it",
+            exact_axes=("height", "width"),
             tiles=None,
             no_tiles_reason=_NO_TILES,
             chunked=False,
@@ -85,9 +87,47 @@ class RAEFamily(Family):
         x_BCHW = latents_BCTHW.squeeze(2)
         if scaling != 1.0:
             x_BCHW = x_BCHW / scaling
-        x_BSC = vae._denormalize_latents(x_BCHW).flatten(2).transpose(1, 2).contiguous()
-        patches_BSC = self.call_decoder(x_BSC, return_dict=False)[0]
-        yield vae._denormalize_image(vae.decoder.unpatchify(patches_BSC)).unsqueeze(2)
+        frame = ShardedFrame.current()
+        if frame is not None:
+            pixels_BCHW = self._decode_band(x_BCHW, frame)
+        else:
+            x_BSC = vae._denormalize_latents(x_BCHW).flatten(2).transpose(1, 2).contiguous()
+            pixels_BCHW = vae.decoder.unpatchify(self.call_decoder(x_BSC, return_dict=False)[0])
+        yield vae._denormalize_image(pixels_BCHW).unsqueeze(2)
+
+    def _decode_band(self, x_BCHW: torch.Tensor, frame: ShardedFrame) -> torch.Tensor:
+        """What ``decode`` of a whole picture does, on a band: its own rows or columns of all that has a position.
+
+        The order of ``RAEDecoder.forward``, which takes a band for a picture of another size and stretches it. Every rank
+        has the class token, and only its own of the other tokens.
+        """
+        vae, decoder, cells = self.vae, self.vae.decoder, self.spec.fixed_cells
+        batch, _, height, width = x_BCHW.shape
+        own = slice(frame.band.start, frame.band.stop)
+        rows, columns = (own, slice(None)) if frame.axis == "height" else (slice(None), own)
+
+        def of_band(statistics: torch.Tensor) -> torch.Tensor:
+            values = statistics.to(x_BCHW.device, x_BCHW.dtype)
+            if values.dim() < 3:
+                return values
+            values_CHW = values.flatten(0, -3)
+            tall, wide = (extent > 1 for extent in values_CHW.shape[1:])
+            return values_CHW[:, rows if tall else slice(None), columns if wide else slice(None)]
+
+        x_BCHW = x_BCHW * (of_band(vae._latents_std) + 1e-5) + of_band(vae._latents_mean)
+        x_BSC = decoder.decoder_embed(x_BCHW.flatten(2).transpose(1, 2))
+        positions_SC = decoder.decoder_pos_embed[0].to(x_BSC.device, x_BSC.dtype)
+        band_SC = positions_SC[1:].unflatten(0, (cells, cells))[rows, columns].flatten(0, 1)
+        class_BSC = (decoder.trainable_cls_token + positions_SC[:1]).expand(batch, -1, -1)
+        x_BSC = torch.cat([class_BSC, x_BSC + band_SC], dim=1)
+        with frame.sharing_tokens(1):
+            for layer in decoder.decoder_layers:
+                x_BSC = layer(x_BSC)
+        x_BSC = decoder.decoder_pred(decoder.decoder_norm(x_BSC))[:, 1:]
+        # As ``unpatchify``: row and column within the patch, then the channel.
+        patch, channels = decoder.patch_size, decoder.num_channels
+        pixels = x_BSC.reshape(batch, height, width, patch, patch, channels).permute(0, 5, 1, 3, 2, 4)
+        return pixels.reshape(batch, channels, height * patch, width * patch)
 
     def to_unit_range(self, pixels: torch.Tensor) -> torch.Tensor:
         return pixels.clamp(0.0, 1.0) * 2.0 - 1.0
