@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from decode_service.planning.bands import Band
+from decode_service.planning.memory import MemoryNeed
 from decode_service.planning.tiles import TileGrid, TileSpan
 
 Mode = Literal["direct", "batch", "tile", "spatial_shard_height", "spatial_shard_width"]
@@ -54,6 +55,8 @@ class DecodePlan:
         owners: the rank of every tile (row by row; for clip-wise families clip by clip), in tile mode.
         latent_shape: the latents the plan was made for, always 5-D or 4-D as sent.
         output_frames, output_height, output_width: extents of the decoded picture, in frames and pixels.
+        memory: predicted need of the rank that needs most, or None where the model was not measured.
+        dtype, dtype_reason: dtype of the arithmetic, and why it is that one.
     """
 
     mode: Mode
@@ -71,6 +74,9 @@ class DecodePlan:
     output_frames: int
     output_height: int
     output_width: int
+    memory: MemoryNeed | None = None
+    dtype: str = ""
+    dtype_reason: str = ""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -113,6 +119,10 @@ class DecodePlan:
                 "columns": len(self.tiles.columns),
                 "owners": list(self.owners),
             }
+        if self.dtype:
+            shown["dtype"], shown["dtype_reason"] = self.dtype, self.dtype_reason
+        if self.memory is not None:
+            shown["memory"] = self.memory.public()
         return shown
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,5 +150,6 @@ class DecodePlan:
             "bands": tuple(Band(**band) for band in values["bands"]),
             "owners": tuple(values["owners"]),
             "latent_shape": tuple(values["latent_shape"]),
+            "memory": MemoryNeed(**values["memory"]) if values.get("memory") else None,
         }
         return cls(**plain)

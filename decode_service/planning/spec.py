@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from decode_service.planning.memory import Footprint
 from decode_service.planning.temporal import ClipFrames, FadedFrames, FrameRule, OverlapFrames
 from decode_service.planning.tiles import TileGrid, TileSpan, overlap_axis, stride_axis
 
@@ -112,10 +113,14 @@ class ModelSpec:
         operand_per_pixel: elements of the widest operand of a pass over one later latent frame, per output pixel of one
             frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
         operand_per_pixel_first: the same for the pass over the first latent frame.
+        operand_padding: pixels by which padding enlarges each axis of that operand: two decoder pixels, of 3x3 convolutions.
         min_cells: latent rows and columns that a frame needs at least.
         pass_frames: latent frames of one pass at most, the first included, where a pass takes many at once (then the
             operand is that of the first and of all later ones together; ``WHOLE_CLIP`` where it takes all); 0 where the
             chunk length says it.
+        footprint: what it takes of a rank's memory, measured at loading; None where nobody measured.
+        dtype: dtype of the arithmetic; empty before a model is loaded.
+        dtype_reason: why it is that one.
     """
 
     name: str
@@ -134,8 +139,12 @@ class ModelSpec:
     chunked: bool = True
     operand_per_pixel: int = 0
     operand_per_pixel_first: int = 0
+    operand_padding: int = 2
     pass_frames: int = 0
     min_cells: int = 1
+    footprint: Footprint | None = None
+    dtype: str = ""
+    dtype_reason: str = ""
 
     @property
     def decoder_channels(self) -> int:

@@ -43,6 +43,9 @@ class AutoencoderTinyFamily(ImageFamily):
             operand_per_pixel_first=max(widths[-1], widths[max(0, len(widths) - 2)]),
         )
 
+    def denormalization(self) -> str:
+        return "latents / scaling_factor + shift_factor"
+
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By the rule of the FLUX.1, SD3 and DreamLite pipelines: ``latents / scaling_factor + shift_factor``.
 

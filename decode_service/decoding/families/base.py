@@ -7,12 +7,14 @@ and keeps no state of a request: two decodes interleaved on one model give what 
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from torch import nn
 
 from decode_service.errors import ConfigError
@@ -44,6 +46,7 @@ class Family(ABC):
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         self.vae = vae
         _with_plain_booleans(vae)
+        _with_one_attention_function(vae)
         self.config: dict[str, Any] = dict(vae.config)
         self.spec = self.make_spec(name, tiles)
         self.call_decoder: Callable[..., torch.Tensor] = vae.decoder
@@ -93,6 +96,15 @@ class Family(ABC):
         """Pixels as ``vae.decode`` returns them, from pixels as ``decode`` and ``merge_tiles`` return them."""
         return pixels
 
+    def statistics(self) -> dict[str, Any]:
+        """What ``denormalize`` uses, as plain numbers."""
+        keys = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
+        return {key: self.config[key] for key in keys if self.config.get(key) is not None}
+
+    def denormalization(self) -> str:
+        """What ``denormalize`` does with them, in words."""
+        return inspect.getdoc(self.denormalize) or ""
+
     def dtype(self) -> torch.dtype:
         """The dtype that latents are cast to: that of the first module which sees them."""
         first = getattr(self.vae, "post_quant_conv", None)
@@ -109,6 +121,16 @@ def _with_plain_booleans(vae: nn.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, np.bool_):
                 setattr(module, name, bool(value))
+
+
+def _with_one_attention_function(vae: nn.Module) -> None:
+    """Make diffusers' ``Attention`` modules call ``scaled_dot_product_attention``, which can be cut into blocks of queries.
+
+    Its older processor multiplies matrices and takes the softmax by itself: the same function, with all scores at once.
+    """
+    for module in vae.modules():
+        if isinstance(module, Attention) and type(module.processor) is AttnProcessor and module.scale_qk:
+            module.set_processor(AttnProcessor2_0())
 
 
 def stride_tiles(given: StrideTiles | None, spatial_ratio: int, class_name: str) -> StrideTiles:

@@ -38,6 +38,7 @@ class WanFamily(CausalFamily):
             tiles=stride_tiles(tiles, decoder_ratio * patch, "AutoencoderKLWan"),
             operand_per_pixel=later // patch**2,
             operand_per_pixel_first=first // patch**2,
+            operand_padding=2 * patch,
         )
 
     def run_pass(self, x_BCTHW: torch.Tensor, cache: list[Any] | None, *, first: bool) -> torch.Tensor:
