@@ -5,7 +5,9 @@ Weights are read by diffusers from safetensors only; nothing is unpickled, and n
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import itertools
 import json
 import logging
 import threading
@@ -21,6 +23,7 @@ from torch import nn
 from decode_service.decoding.families import FAMILIES, Family
 from decode_service.errors import ConfigError
 from decode_service.planning.spec import StrideTiles
+from decode_service.planning.tiles import TileSpan
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +63,53 @@ def load_family(source: ModelSource, *, device: torch.device, tiles: StrideTiles
         raise ConfigError(f"model.dtype must be one of {', '.join(_DTYPES)}, got {source.dtype!r}")
     with _loading:
         vae = _load(source, dtype)
+    reason = ""
     if dtype == torch.float16 and _config_of(vae).get("force_upcast"):
         # Such a model (SDXL) overflows in float16 and gives a black picture. float32 holds the same weights exactly.
-        logger.warning("%s must not run in float16 (force_upcast): it is decoded in float32", source.name)
+        reason = "configured as float16, but the model must not run in it (force_upcast in its config)"
         vae.float()
     for part in _ENCODER_PARTS:
         if hasattr(vae, part):
             setattr(vae, part, None)
     gc.collect()
     vae.requires_grad_(False).eval().to(device)
-    return FAMILIES[type(vae).__name__](vae, source.name, tiles)
+    family = FAMILIES[type(vae).__name__](vae, source.name, tiles)
+    if not reason and device.type == "cpu" and family.dtype() != torch.float32:
+        problem = problem_in_half(family)
+        if problem:
+            reason = f"configured as {source.dtype}, but this CPU cannot decode in it: {problem}"
+            vae.float()
+            family = FAMILIES[type(vae).__name__](vae, source.name, tiles)
+    if reason:
+        logger.warning("%s is decoded in float32: %s", source.name, reason)
+    family.spec = dataclasses.replace(
+        family.spec, dtype=str(family.dtype()).removeprefix("torch."), dtype_reason=reason or "as configured"
+    )
+    return family
+
+
+def problem_in_half(family: Family) -> str | None:
+    """Why a tiny decode in the family's own dtype fails on this machine, or None where it works.
+
+    Operations that have no kernel for a dtype raise; some that have one give NaN. Both depend on the machine and on torch
+    alone, so all ranks of a node find the same.
+    """
+    spec = family.spec
+    valid = (t for t in range(1, 65) if spec.frame_rule is None or spec.frame_rule.problem(t) is None)
+    frames = 1 if spec.frame_rule is None else list(itertools.islice(valid, 2))[-1]
+    cells = max(4, spec.min_cells)
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, spec.latent_channels, frames, cells, cells)
+    latents = torch.randn(shape, generator=generator).to(family.dtype())
+    span = TileSpan(0, cells, 0, cells)
+    try:
+        with torch.inference_mode():
+            latents = family.denormalize(latents)
+            passes = [family.decode_tile(latents, 0, span, span, 1)] if spec.tile_only else family.decode(latents, 1)
+            finite = all(bool(torch.isfinite(pixels).all()) for pixels in passes)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        return str(error).split("\n", 1)[0]
+    return None if finite else "a tiny decode gives NaN or Inf"
 
 
 def _config_of(vae: nn.Module) -> dict[str, Any]:
