@@ -165,6 +165,8 @@ class PolicyConfig(Section):
         chunk: latent frames per decoder pass after the first, for causal families.
         collect: default of the request's ``collect``.
         tile: tile geometry; None takes the family's own.
+        memory_budget_bytes: what a plan may need of a rank's memory, weights included; None takes nine tenths of a CUDA
+            device, and sets no limit on the CPU.
     """
 
     mode: Literal["auto", "direct", "batch", "tile", "spatial_shard_height", "spatial_shard_width"] = "auto"
@@ -174,6 +176,7 @@ class PolicyConfig(Section):
     chunk: int = Field(default=1, ge=1)
     collect: Literal["shards", "rank0", "broadcast"] = "shards"
     tile: TileConfig | None = None
+    memory_budget_bytes: int | None = Field(default=None, ge=1)
 
 
 class CompileConfig(Section):

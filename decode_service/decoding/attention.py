@@ -1,4 +1,4 @@
-"""Attention over positions and frames in forms that bands of a frame can take part in.
+"""Attention over positions and frames, within bounds, in forms that bands of a frame can take part in.
 
 ``attention_over_time`` is attention over the frames of each position by itself.
 
@@ -10,19 +10,93 @@ clip of 720p latents would be 72000^2 elements, 10 GB in bfloat16.
 ``kernel_attention`` is the linear attention of DC-AE, whose keys and values count only by a small sum over all positions.
 
 ``ShardedFrame`` reinterprets the last two.
+
+Blocks of queries keep the scores small: every row of queries has a softmax of its own, so rows can be computed some at a
+time. A picture of 4096 x 4096 pixels has 512^2 tokens in the middle of most decoders, and 2^36 scores.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
-# B batch, N heads, T frames, S tokens of one frame, D head channels, P positions of the frame (B x H x W), K frames of keys,
-# H height, W width, E = D + 1.
+# B batch, N heads, T frames, S tokens of one frame, D head channels, P positions of the frame (B x H x W), K keys (or frames
+# of keys), Q queries, H height, W width, E = D + 1.
 
-#: Scores of one call at most: head sizes without a fused kernel (these decoders have 512 and 1024 channels in one head)
-#: write them out, in float32.
-MAX_SCORES = 2**28
+#: Scores of one call at most: head sizes without a fused kernel (these decoders have 384 to 1024 channels in one head)
+#: write them out, in float32, and their softmax beside them.
+MAX_SCORES = 2**26
+
+
+class QueryBlocks(TorchFunctionMode):
+    """While active in this thread, no ``scaled_dot_product_attention`` has more than ``MAX_SCORES`` scores at a time.
+
+    It is entered outside ``ShardedFrame``, which then has gathered the keys and values of all bands before the queries of
+    this band are cut into blocks.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return attention_in_blocks(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def query_blocks(latent_shape: Sequence[int]) -> AbstractContextManager[Any]:
+    """``QueryBlocks`` where attention over all positions of ``latent_shape`` (B,C,T,H,W) would be beyond the bound.
+
+    Smaller decodes are spared its look at every operation.
+    """
+    tokens = math.prod(latent_shape[2:])
+    return QueryBlocks() if tokens**2 > MAX_SCORES else contextlib.nullcontext()
+
+
+def attention_in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """``F.scaled_dot_product_attention`` with at most ``MAX_SCORES`` scores at a time (but at least one row of them).
+
+    Args:
+        query: (..., Q, D); ``key`` and ``value`` (..., K, D).
+        attn_mask: (..., Q, K), or with 1 for Q.
+        options: ``scale`` and ``enable_gqa``.
+    """
+    queries, keys = query.shape[-2], key.shape[-2]
+    rows = max(1, MAX_SCORES // max(1, query.shape[:-2].numel() * keys))
+    if queries <= rows:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    for start in range(0, queries, rows):
+        block = query.narrow(-2, start, min(rows, queries - start))
+        mask = attn_mask
+        if is_causal:
+            seen = torch.arange(start, start + block.shape[-2], device=query.device).unsqueeze(1)
+            mask = torch.arange(keys, device=query.device) <= seen
+        elif mask is not None and mask.dim() > 1 and mask.shape[-2] != 1:
+            mask = mask.narrow(-2, start, block.shape[-2])
+        output.narrow(-2, start, block.shape[-2]).copy_(
+            F.scaled_dot_product_attention(block, key, value, mask, dropout_p, **options)
+        )
+    return output
+
 
 #: Positions of one call of ``attention_over_time`` at most: CUDA's fused kernels take 65535 sequences times heads.
 MAX_POSITIONS = 2**15
@@ -60,16 +134,11 @@ def frame_causal_attention(
     arguments = (query_BNTSD, key_BNTSD, value_BNTSD)
     if torch.overrides.has_torch_function(arguments):
         return torch.overrides.handle_torch_function(frame_causal_attention, arguments, *arguments)
-    frames = query_BNTSD.shape[2]
     outputs = []
-    for t in range(frames):
+    for t in range(query_BNTSD.shape[2]):
         key = key_BNTSD[:, :, : t + 1].flatten(2, 3)
         value = value_BNTSD[:, :, : t + 1].flatten(2, 3)
-        rows = max(1, MAX_SCORES // (key.shape[0] * key.shape[1] * key.shape[2]))
-        blocks = [
-            F.scaled_dot_product_attention(block, key, value) for block in query_BNTSD[:, :, t].split(rows, dim=2)
-        ]
-        outputs.append(blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2))
+        outputs.append(attention_in_blocks(query_BNTSD[:, :, t], key, value))
     return torch.stack(outputs, dim=2)
 
 

@@ -5,7 +5,9 @@ Weights are read by diffusers from safetensors only; nothing is unpickled, and n
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import itertools
 import json
 import logging
 import threading
@@ -22,6 +24,7 @@ from decode_service.decoding.families import FAMILIES, Family, UnlistedFamily, f
 from decode_service.decoding.families.unlisted import unlisted_problem
 from decode_service.errors import ConfigError
 from decode_service.planning.spec import StrideTiles
+from decode_service.planning.tiles import TileSpan
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +64,10 @@ def load_family(source: ModelSource, *, device: torch.device, tiles: StrideTiles
         raise ConfigError(f"model.dtype must be one of {', '.join(_DTYPES)}, got {source.dtype!r}")
     with _loading:
         vae = _load(source, dtype)
+    reason = ""
     if dtype == torch.float16 and _config_of(vae).get("force_upcast"):
         # Such a model (SDXL) overflows in float16 and gives a black picture. float32 holds the same weights exactly.
-        logger.warning("%s must not run in float16 (force_upcast): it is decoded in float32", source.name)
+        reason = "configured as float16, but the model must not run in it (force_upcast in its config)"
         vae.float()
     family = family_class(type(vae).__name__)
     removed = {part: getattr(vae, part) for part in _ENCODER_PARTS if hasattr(vae, part)}
@@ -73,16 +77,60 @@ def load_family(source: ModelSource, *, device: torch.device, tiles: StrideTiles
         removed.clear()
     gc.collect()
     vae.requires_grad_(False).eval().to(device)
+    made = _family_of(vae, source, tiles, removed)
+    if not reason and device.type == "cpu" and made.dtype() != torch.float32:
+        problem = problem_in_half(made)
+        if problem:
+            reason = f"configured as {source.dtype}, but this CPU cannot decode in it: {problem}"
+            vae.float()
+            made = _family_of(vae, source, tiles, removed)
+    if reason:
+        logger.warning("%s is decoded in float32: %s", source.name, reason)
+    made.spec = dataclasses.replace(
+        made.spec, dtype=str(made.dtype()).removeprefix("torch."), dtype_reason=reason or "as configured"
+    )
+    return made
+
+
+def _family_of(vae: nn.Module, source: ModelSource, tiles: StrideTiles | None, removed: dict[str, nn.Module]) -> Family:
+    """The family of ``vae``, which has lost the parts ``removed``; they come back where its decode needs them."""
+    family = family_class(type(vae).__name__)
     try:
         return family(vae, source.name, tiles)
     except ConfigError:
         if not removed:
             raise
     # The decode of a class that nobody knows may use its encoder.
+    first = next(vae.parameters())
     for part, module in removed.items():
         setattr(vae, part, module)
-    vae.requires_grad_(False).eval().to(device)
+    vae.requires_grad_(False).eval().to(first.device, first.dtype)
     return family(vae, source.name, tiles)
+
+
+def problem_in_half(family: Family) -> str | None:
+    """Why a tiny decode in the family's own dtype fails on this machine, or None where it works.
+
+    Operations that have no kernel for a dtype raise; some that have one give NaN. Both depend on the machine and on torch
+    alone, so all ranks of a node find the same.
+    """
+    spec = family.spec
+    valid = (t for t in range(1, 65) if spec.frame_rule is None or spec.frame_rule.problem(t) is None)
+    frames = 1 if spec.frame_rule is None else list(itertools.islice(valid, 2))[-1]
+    cells = spec.fixed_cells or max(4, spec.min_cells)
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, spec.latent_channels, frames, cells, cells)
+    latents = torch.randn(shape, generator=generator).to(family.dtype())
+    span = TileSpan(0, cells, 0, cells)
+    try:
+        with torch.inference_mode():
+            if not spec.no_denormalize_reason:
+                latents = family.denormalize(latents)
+            passes = [family.decode_tile(latents, 0, span, span, 1)] if spec.tile_only else family.decode(latents, 1)
+            finite = all(bool(torch.isfinite(pixels).all()) for pixels in passes)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        return str(error).split("\n", 1)[0]
+    return None if finite else "a tiny decode gives NaN or Inf"
 
 
 def _config_of(vae: nn.Module) -> dict[str, Any]:

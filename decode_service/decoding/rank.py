@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from decode_service.decoding.attention import query_blocks
 from decode_service.decoding.communicator import Communicator, SoloCommunicator
 from decode_service.decoding.compilation import CompilableDecoder, CompileFailedError
 from decode_service.decoding.families import Family
+from decode_service.decoding.footprint import with_footprint
 from decode_service.decoding.loading import ModelSource, load_family
 from decode_service.decoding.memory import is_out_of_memory
 from decode_service.decoding.pixels import TORCH_DTYPES, axis_dim, convert, from_carrier, pixel_shape, to_numpy
@@ -99,6 +101,10 @@ class RankDecoder:
     def spec(self) -> ModelSpec:
         return self._family.spec
 
+    def measured_spec(self) -> ModelSpec:
+        """The spec with the memory that decodes need, which takes a second or two to measure."""
+        return with_footprint(self._family)
+
     def describe(self) -> dict[str, Any]:
         """The model as ``/v1/models/{name}`` shows it: plain values only."""
         spec, vae = self.spec, self._family.vae
@@ -107,6 +113,8 @@ class RankDecoder:
             "class_name": spec.class_name,
             "config": _plain(self._family.config),
             "dtype": str(self._family.dtype()).removeprefix("torch."),
+            "dtype_reason": spec.dtype_reason,
+            "parameters_by_dtype": _count_by_dtype(vae),
             "device": self._device.type,
             "parameters": sum(parameter.numel() for parameter in vae.parameters()),
             "latent_channels": spec.latent_channels,
@@ -114,6 +122,11 @@ class RankDecoder:
             "spatial_compression_ratio": spec.spatial_ratio,
             "temporal_compression_ratio": getattr(spec.frame_rule, "ratio", 1),
             "frame_rule": spec.frame_rule.describe() if spec.frame_rule else "one frame",
+            "denormalize": {
+                "formula": self._family.denormalization(),
+                "statistics": _plain(self._family.statistics()),
+                "latents_are": "as the denoiser makes them where a request says denormalize: true, else as decode takes them",
+            },
             "compile": {"active": self._decoder.active, "reason": self._decoder.reason},
         }
 
@@ -342,7 +355,8 @@ class _Attempt:
         """The decoder's passes; the halo rule holds while the decoder runs and not while its pixels are used."""
         passes = self._family.decode(latents_BCTHW, self._plan.chunk)
         while True:
-            with frame or contextlib.nullcontext():
+            # The whole frame's shape: keys and values are those of all bands.
+            with query_blocks(self._plan.latent_shape), frame or contextlib.nullcontext():
                 pixels_BCFHW = next(passes, None)
             if pixels_BCFHW is None:
                 return
@@ -356,19 +370,30 @@ class _Attempt:
     # Tiles
 
     def _tiles(self, latents_BCTHW: torch.Tensor) -> torch.Tensor | None:
-        """The whole picture on rank 0, None elsewhere."""
+        """The whole picture on rank 0, None elsewhere; item by item, so that tiles of one item wait at a time."""
+        items = latents_BCTHW.split(1)
+        out: torch.Tensor | None = None
+        for index, item in enumerate(items):
+            pixels = self._tiles_of(item)
+            if len(items) == 1 or pixels is None:
+                out = pixels
+                continue
+            if out is None:
+                out = pixels.new_empty((len(items), *pixels.shape[1:]))
+            out[index : index + 1].copy_(pixels)
+        return out
+
+    def _tiles_of(self, latents_BCTHW: torch.Tensor) -> torch.Tensor | None:
+        """One item, as ``_tiles``."""
         plan, family = self._plan, self._family
         assert plan.tiles is not None
         cells = [(row, column) for row in plan.tiles.rows for column in plan.tiles.columns]
         jobs = [(part, *cell) for part in range(len(plan.owners) // len(cells)) for cell in cells]
         done: dict[int, torch.Tensor] = {}
-        with self._agreeing():
-            for index, (part, row, column) in enumerate(jobs):
+        with self._agreeing(), query_blocks(plan.latent_shape):
+            for index, job in enumerate(jobs):
                 if plan.owners[index] == self.rank:
-                    # Item by item, as in the exact modes: memory and operands stay those of one.
-                    tile = torch.cat(
-                        [family.decode_tile(item, part, row, column, plan.chunk) for item in latents_BCTHW.split(1)]
-                    )
+                    tile = family.decode_tile(latents_BCTHW, *job, plan.chunk)
                     self._finite &= torch.isfinite(tile).all()
                     done[index] = tile
         if plan.ranks > 1:
@@ -471,6 +496,15 @@ def _cast_up(family: Family) -> Iterator[None]:
     finally:
         for name, parameter in family.vae.named_parameters():
             parameter.data = parameter.data.to(own[name])
+
+
+def _count_by_dtype(vae: torch.nn.Module) -> dict[str, int]:
+    """Parameters held in each dtype: some models keep a few layers in float32."""
+    counts: dict[str, int] = {}
+    for parameter in vae.parameters():
+        name = str(parameter.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + parameter.numel()
+    return counts
 
 
 def _plain(value: Any) -> Any:

@@ -47,8 +47,10 @@ from decode_service.errors import (
     OutputTooLargeError,
 )
 from decode_service.planning.conditioning import conditioning_of
+from decode_service.planning.geometry import describe_geometry
 from decode_service.planning.layouts import Layout, arrange, layouts
 from decode_service.planning.load import Load, full
+from decode_service.planning.memory import BUDGET_SHARE
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import Policy, make_plan, validate_denormalize, validate_latents
 from decode_service.planning.spec import ModelSpec
@@ -81,6 +83,7 @@ class DecodeEngine:
             strict=config.policy.strict,
             chunk=config.policy.chunk,
             collect=config.policy.collect,
+            memory_budget_bytes=config.policy.memory_budget_bytes,
         )
         self._spec: ModelSpec | None = None
         self._description: dict[str, Any] = {}
@@ -107,6 +110,9 @@ class DecodeEngine:
         self._spec = info.spec
         self._description = dict(info.description)
         self._warn_of_untested_model()
+        device_bytes = self._description.get("device_memory_bytes")
+        if self._policy.memory_budget_bytes is None and device_bytes:
+            self._policy = dataclasses.replace(self._policy, memory_budget_bytes=int(device_bytes * BUDGET_SHARE))
         self._warn_of_useless_warmup()
         loaded = time.monotonic()
         self._state = "self_test"
@@ -161,6 +167,7 @@ class DecodeEngine:
         return {
             **self._description,
             "name": spec.name,
+            "dtype_configured": config.model.dtype,
             "latent_ndims": list(spec.latent_ndims()),
             "layouts": ["auto", *layouts(spec)],
             "default_timestep": spec.default_timestep,
@@ -170,6 +177,8 @@ class DecodeEngine:
             "no_tiles_reason": spec.no_tiles_reason,
             "tested": spec.tested,
             "modes": list(spec.modes(self._group.size)),
+            **describe_geometry(spec, self._group.size),
+            "memory_budget_bytes": self._policy.memory_budget_bytes,
             "group": {"ranks": self._group.size, "device": config.group.device},
             "policy": config.policy.model_dump(mode="json"),
             "limits": config.limits.model_dump(mode="json"),
@@ -207,8 +216,12 @@ class DecodeEngine:
         strict: bool | None = None,
         collect: str | None = None,
         chunk: int | None = None,
+        pixel_bytes: int = 1,
     ) -> DecodePlan:
-        """``plan`` for latents as ``vae.decode`` takes them."""
+        """``plan`` for latents as ``vae.decode`` takes them.
+
+        ``pixel_bytes`` is the size of one value of the reply, for the memory that it takes.
+        """
         spec = self.spec
         # Before planning: what a plan holds (every tile and its owner) grows with the picture.
         validate_latents(spec, latent_shape)
@@ -222,7 +235,13 @@ class DecodeEngine:
                 param="latents.shape",
             )
         return self._plan_beside(
-            Load(), latent_shape=latent_shape, mode=mode, strict=strict, collect=collect, chunk=chunk
+            Load(),
+            latent_shape=latent_shape,
+            mode=mode,
+            strict=strict,
+            collect=collect,
+            chunk=chunk,
+            pixel_bytes=pixel_bytes,
         )
 
     def _plan_beside(self, load: Load, *, latent_shape: tuple[int, ...], **wishes: Any) -> DecodePlan:
@@ -247,7 +266,13 @@ class DecodeEngine:
                 f"pixels are one of {', '.join(_NUMPY_DTYPES)}, got {job.pixels.dtype!r}", param="output.dtype"
             )
         arrangement = arrange(self.spec, job.latents.shape, job.layout)
-        wishes: dict[str, Any] = {"mode": job.mode, "strict": job.strict, "collect": job.collect, "chunk": job.chunk}
+        wishes: dict[str, Any] = {
+            "mode": job.mode,
+            "strict": job.strict,
+            "collect": job.collect,
+            "chunk": job.chunk,
+            "pixel_bytes": np.dtype(_NUMPY_DTYPES[job.pixels.dtype]).itemsize,
+        }
         plan = self._plan(arrangement.latent_shape, **wishes)
         conditioning = conditioning_of(self.spec, job.timestep, job.noise_scale, job.seed)
         if job.denormalize:
@@ -402,13 +427,19 @@ class DecodeEngine:
         Raises:
             NonFiniteOutputError: if float32 was in use already.
         """
-        if self._config.torch_dtype_name() == "float32" or "float32" in answered:
+        if self._dtype_name() == "float32" or "float32" in answered:
             raise NonFiniteOutputError(
                 "finite latents decoded to NaN or Inf in float32; are they meant for this model?"
             )
         answered.add("float32")
         logger.warning("NaN or Inf in the pixels of request %s: decoding it in float32", task.request_id or "-")
-        return dataclasses.replace(task, precision="float32")
+        why = f"decoded again, because {self._dtype_name()} gave NaN or Inf"
+        plan = dataclasses.replace(task.plan, dtype="float32", dtype_reason=why)
+        return dataclasses.replace(task, plan=plan, precision="float32")
+
+    def _dtype_name(self) -> str:
+        """The dtype that the ranks decode in, which is another than configured where that cannot work."""
+        return self.spec.dtype or self._config.torch_dtype_name()
 
     def _with_cheaper_plan(
         self, task: RankTask, error: RankError, answered: set[str], may_change_plan: bool
@@ -587,7 +618,7 @@ class DecodeEngine:
         for axis in spec.exact_axes:
             try:
                 sharded = await self._decode_for_test(latents, f"spatial_shard_{axis}")
-                problem = difference_between(sharded, reference, self._config.torch_dtype_name())
+                problem = difference_between(sharded, reference, self._dtype_name())
             except DecodeServiceError as error:
                 problem = str(error)
             if problem is None:

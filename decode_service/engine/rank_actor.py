@@ -41,10 +41,10 @@ class RankActor:
         self._worker = (make_worker or RankWorker)(config, place)
         self._store: dist.TCPStore | None = None
 
-    def load(self, compile_enabled: bool) -> GroupInfo | RankFailure:
+    def load(self, compile_enabled: bool, measure: bool) -> GroupInfo | RankFailure:
         """See ``RankWorker.load``."""
         try:
-            return self._worker.load(compile_enabled)
+            return self._worker.load(compile_enabled, measure)
         except Exception as error:
             return _failure(error)
 

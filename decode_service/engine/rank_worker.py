@@ -43,8 +43,8 @@ class RankWorker:
             raise RuntimeError("load the model first")
         return self._decoder
 
-    def load(self, compile_enabled: bool) -> GroupInfo:
-        """Load the model.
+    def load(self, compile_enabled: bool, measure: bool = True) -> GroupInfo:
+        """Load the model; ``measure`` also what it takes of memory, which a group that recovers knows already.
 
         Raises:
             Exception: whatever loading raises, with a message for the operator.
@@ -64,7 +64,15 @@ class RankWorker:
             compile_enabled=compile_enabled,
             threads=self._threads(),
         )
-        return GroupInfo(self._decoder.spec, self._decoder.describe())
+        # One rank speaks for all.
+        spec = self._decoder.measured_spec() if measure and self.place.rank == 0 else self._decoder.spec
+        return GroupInfo(spec, {**self._decoder.describe(), "device_memory_bytes": self._device_memory_bytes()})
+
+    def _device_memory_bytes(self) -> int | None:
+        """Memory of this rank's device; None for the CPU's, which the ranks share with everything else."""
+        if self.device.type != "cuda":
+            return None
+        return int(torch.cuda.get_device_properties(self.device).total_memory)
 
     def attach(self, communicator: Communicator) -> None:
         """Decode with the peers that ``communicator`` joins."""

@@ -56,6 +56,7 @@ class RayGroup:
     def __init__(self, config: ServiceConfig, make_worker: MakeWorker | None = None) -> None:
         self._config = config
         self._make_worker = make_worker
+        self._started = False
         self._compile_off: str | None = None if config.compile_enabled() else "compile.enabled is off"
         self._placement: PlacementGroup | None = None
         self._owns_placement = False
@@ -90,6 +91,7 @@ class RayGroup:
         except BaseException:
             await self._kill_all()
             raise
+        self._started = True
         return info
 
     async def run(self, task: RankTask, latents: WireTensor, ranks: Sequence[int]) -> list[RankPixels]:
@@ -193,7 +195,7 @@ class RayGroup:
 
     async def _load(self) -> GroupInfo:
         infos: list[GroupInfo] = await self._on_all(
-            "load", self._compile_off is None, limit_s=self._config.group.start_timeout_s
+            "load", self._compile_off is None, not self._started, limit_s=self._config.group.start_timeout_s
         )
         return infos[0]
 

@@ -19,8 +19,9 @@ from decode_service.http.disconnect import unless_disconnected
 from decode_service.http.errors import error_response, install_error_handlers
 from decode_service.http.replies import ChunkType, file_reply, tensor_reply
 from decode_service.http.request_id import RequestIdMiddleware, request_id_of
-from decode_service.http.requests import check_model, layout_of, parse_decode, parse_plan
+from decode_service.http.requests import check_model, layout_of, parse_decode, parse_plan, parse_size
 from decode_service.http.stages import Stages
+from decode_service.planning.geometry import latents_for
 
 
 def create_app(service: DecodeService, *, chunk_type: ChunkType = "bytes") -> FastAPI:
@@ -92,11 +93,18 @@ def create_app(service: DecodeService, *, chunk_type: ChunkType = "bytes") -> Fa
         """The models that this application serves: one."""
         return JSONResponse({"models": [service.describe()]})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        """One model: VAE config, compression ratios, limits, modes and warm shapes. Names may contain slashes."""
+    @app.get("/v1/models/{name:path}", openapi_extra=openapi.MODEL_PARAMETERS)
+    async def model(name: str, request: Request) -> Response:
+        """One model: VAE config, compression ratios, statistics, frame rule, limits, modes, memory. Names may contain slashes.
+
+        With `height` and `width` (and `frames`, `batch`) it also tells the latents that decode to pictures of that size.
+        """
         check_model(name, service)
-        return JSONResponse(service.describe())
+        size = parse_size(request.query_params)
+        described = service.describe()
+        if size is not None:
+            described = {**described, "for_size": latents_for(service.spec, **size)}
+        return JSONResponse(described)
 
     @app.get("/healthz")
     async def healthz() -> Response:

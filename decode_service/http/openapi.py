@@ -19,7 +19,7 @@ from decode_client.wire import (
     RANGES,
 )
 
-from decode_service.http.requests import PlanRequest
+from decode_service.http.requests import SIZE_PARAMETERS, PlanRequest
 from decode_service.media.formats import FORMATS as FILE_FORMATS
 
 Schema = dict[str, Any]
@@ -181,6 +181,28 @@ DECODE_REQUEST: Schema = {
         }
     ],
     "requestBody": {"required": True, "content": {MSGPACK_CONTENT_TYPE: {"schema": _DECODE_SCHEMA}}},
+}
+
+MODEL_PARAMETERS: Schema = {
+    "parameters": [
+        {
+            "name": name,
+            "in": "query",
+            "required": False,
+            "schema": {"type": "integer", "minimum": 1},
+            "description": description,
+        }
+        for name, description in zip(
+            SIZE_PARAMETERS,
+            (
+                "Pixels. With width: the reply's `for_size` tells the latents that decode to this size, or 422 the nearest.",
+                "Pixels.",
+                "Pixel frames of a clip; left out, a picture or the shortest clip.",
+                "Items; 1 by default.",
+            ),
+            strict=True,
+        )
+    ]
 }
 
 PLAN_REQUEST: Schema = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from decode_client.wire import DTYPES, MAX_BIN_BYTES, MAX_DIMS, DecodeRequest, OutputSpec, WireError, unpack_request
@@ -77,6 +78,31 @@ def parse_plan(values: Any) -> PlanRequest:
 def layout_of(wanted: PlanRequest | DecodeRequest) -> Layout:
     """What a request says of how its latents lie."""
     return Layout(wanted.layout, wanted.height, wanted.width, wanted.frames, wanted.layers)
+
+
+#: Query parameters of ``GET /v1/models/{name}``.
+SIZE_PARAMETERS = ("height", "width", "frames", "batch")
+
+
+def parse_size(query: Mapping[str, str]) -> dict[str, int] | None:
+    """The size that ``GET /v1/models/{name}`` is asked about, or None where it is asked about none.
+
+    Raises:
+        InvalidRequestError: a parameter is unknown, no whole number above 0, or height comes without width.
+    """
+    size = {}
+    for key, value in query.items():
+        if key not in SIZE_PARAMETERS:
+            raise InvalidRequestError(
+                f"unknown parameter {key[:64]!r}: known ones are {', '.join(SIZE_PARAMETERS)}", param=key[:64]
+            )
+        if not (value.isascii() and value.isdigit() and 0 < int(value[:12]) < 2**31 and len(value) < 12):
+            raise InvalidRequestError(f"{key} must be a whole number from 1 on, got {value[:64]!r}", param=key)
+        size[key] = int(value)
+    for key in ("height", "width"):
+        if size and key not in size:
+            raise InvalidRequestError(f"{key} is missing: a size is height=...&width=..., in pixels", param=key)
+    return size or None
 
 
 def check_model(name: str | None, service: DecodeService) -> None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from decode_service.planning.bands import Band
+from decode_service.planning.memory import MemoryNeed
 from decode_service.planning.tiles import TileGrid, TileSpan
 
 Mode = Literal["direct", "batch", "tile", "spatial_shard_height", "spatial_shard_width"]
@@ -55,6 +56,8 @@ class DecodePlan:
         latent_shape: the latents the plan was made for, as ``vae.decode`` takes them: 4-D or 5-D, whatever was sent.
         output_frames, output_height, output_width: extents of the decoded picture, in frames and pixels.
         tested: whether the model is of a family that tests compare with diffusers; ``reason`` says so where it is not.
+        memory: predicted need of the rank that needs most, or None where the model was not measured.
+        dtype, dtype_reason: dtype of the arithmetic, and why it is that one.
     """
 
     mode: Mode
@@ -73,6 +76,9 @@ class DecodePlan:
     output_height: int
     output_width: int
     tested: bool = True
+    memory: MemoryNeed | None = None
+    dtype: str = ""
+    dtype_reason: str = ""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -121,6 +127,10 @@ class DecodePlan:
                 "columns": len(self.tiles.columns),
                 "owners": list(self.owners),
             }
+        if self.dtype:
+            shown["dtype"], shown["dtype_reason"] = self.dtype, self.dtype_reason
+        if self.memory is not None:
+            shown["memory"] = self.memory.public()
         return shown
 
     def to_dict(self) -> dict[str, Any]:
@@ -148,5 +158,6 @@ class DecodePlan:
             "bands": tuple(Band(**band) for band in values["bands"]),
             "owners": tuple(values["owners"]),
             "latent_shape": tuple(values["latent_shape"]),
+            "memory": MemoryNeed(**values["memory"]) if values.get("memory") else None,
         }
         return cls(**plain)

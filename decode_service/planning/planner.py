@@ -3,23 +3,30 @@
 ``auto`` decides in this order: a tile-only model is tiled; several items are divided over the ranks; a frame small
 enough for one rank is decoded by one; otherwise the longer axis with at least as many latent rows as ranks is sharded,
 width on ties; a model that cannot be sharded is decoded by one rank; otherwise tiles, or one rank where a model has no tile
-mode. Where that divides a request that is not too large over all ranks, exactly, and there are as many requests as ranks
-(``Load``), one rank decodes it instead. A forced mode is never reinterpreted silently: where it cannot run, the plan falls
-back to tiles (to one rank where the model has none) and says so, and ``strict`` makes that an error.
+mode. What needs more memory than the budget, or wider operands than kernels index, cannot run. Where that divides a request
+that is not too large over all ranks, exactly, and there are as many requests as ranks (``Load``), one rank decodes it instead.
+A forced mode is never reinterpreted silently: where it cannot run, the plan falls back to tiles (to one rank where the model
+has none) and says so, and ``strict`` makes that an error.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from decode_service.errors import InvalidLatentsError, InvalidRequestError, UnsupportedModeError
 from decode_service.planning.bands import Band, split
 from decode_service.planning.load import Load
+from decode_service.planning.memory import MemoryNeed, gib, memory_need
 from decode_service.planning.plan import COLLECTS, MODES, SHARD_AXIS, Axis, Collect, DecodePlan, Mode
 from decode_service.planning.spec import ModelSpec
 from decode_service.planning.tiles import TileGrid, assign_largest_first
 
 MAX_OPERAND_ELEMENTS = 2**31 - 1
+
+#: Latent rows and columns that one rank decodes at a time.
+Region = tuple[int, int]
 
 # Latent channels by which people recognise a VAE; used only to say which model a request was probably meant for.
 LIKELY_VAES = {
@@ -45,6 +52,7 @@ class Policy:
     strict: bool = False
     chunk: int = 1
     collect: str = "shards"
+    memory_budget_bytes: int | None = None
 
 
 def validate_latents(spec: ModelSpec, shape: tuple[int, ...]) -> None:
@@ -121,6 +129,7 @@ def make_plan(
     collect: str | None = None,
     chunk: int | None = None,
     load: Load | None = None,
+    pixel_bytes: int = 1,
 ) -> DecodePlan:
     """Decide how latents of ``latent_shape`` are decoded by a group of ``group_size`` ranks.
 
@@ -130,6 +139,7 @@ def make_plan(
         collect: one of ``COLLECTS``; None takes the policy's.
         chunk: latent frames per decoder pass after the first; None takes the policy's.
         load: what else the group has to do. Only ``auto`` heeds it, to choose between exact modes; None is nothing.
+        pixel_bytes: bytes of one value of the reply, for the memory that it takes.
 
     Raises:
         InvalidLatentsError: the shape does not fit the model.
@@ -146,7 +156,8 @@ def make_plan(
     if chunk is not None and chunk < 1:
         raise InvalidRequestError(f"chunk must be at least 1 latent frame, got {chunk}", param="chunk")
 
-    planner = _Planner(spec, latent_shape, group_size, policy, how, policy.chunk if chunk is None else chunk)
+    passes = policy.chunk if chunk is None else chunk
+    planner = _Planner(spec, latent_shape, group_size, policy, how, passes, pixel_bytes)
     if wished == "auto":
         return planner.under(load or Load())
     return planner.forced(wished, policy.strict if strict is None else strict)
@@ -156,7 +167,14 @@ class _Planner:
     """One planning problem; every method is a pure function of the constructor's arguments."""
 
     def __init__(
-        self, spec: ModelSpec, shape: tuple[int, ...], group_size: int, policy: Policy, collect: str, chunk: int
+        self,
+        spec: ModelSpec,
+        shape: tuple[int, ...],
+        group_size: int,
+        policy: Policy,
+        collect: str,
+        chunk: int,
+        pixel_bytes: int = 1,
     ) -> None:
         self.spec = spec
         self.shape = shape
@@ -166,6 +184,7 @@ class _Planner:
         self.frames, self.height, self.width = spec.output_extents(shape)
         self.latent_frames = shape[2] if len(shape) == 5 else 1
         self.chunk = chunk if spec.chunked else 1
+        self.pixel_bytes = pixel_bytes
 
     def under(self, load: Load) -> DecodePlan:
         """``auto`` with something else to do: one rank where it shortens the queue and gives the same pixels."""
@@ -177,9 +196,9 @@ class _Planner:
         why = load.one_rank_each(self.size)
         return idle if why is None else self.direct(why)
 
-    def auto(self) -> DecodePlan:
+    def auto(self, *, advise: bool = True) -> DecodePlan:
         if self.spec.tile_only:
-            return self.tile("the model decodes by its own tiles only")
+            return self.tile("the model decodes by its own tiles only", advise=advise)
         if self.shape[0] > 1 and self.size > 1 and not self.problem("batch"):
             return self.divided("batch", f"{self.shape[0]} items over {self.size} ranks")
         direct_problem = self.problem("direct")
@@ -203,12 +222,13 @@ class _Planner:
         if self.spec.tiles is None:
             if not direct_problem:
                 return self.direct(f"one rank decodes exactly, and this group cannot: {problems}")
+            advice = f"; what would fit: {self.what_would_fit()}" if advise else ""
             raise UnsupportedModeError(
                 f"{list(self.shape)} cannot be decoded by {self.size} ranks: {problems}; there is no tile mode: "
-                f"{self.spec.no_tiles_reason}",
+                f"{self.spec.no_tiles_reason}{advice}",
                 param="latents.shape",
             )
-        return self.tile(f"no exact mode can run: {problems}")
+        return self.tile(f"no exact mode can run: {problems}", advise=advise)
 
     def forced(self, mode: str, strict: bool) -> DecodePlan:
         problem = self.problem(mode)
@@ -265,45 +285,128 @@ class _Planner:
             if cells < self.size * spec.min_band_cells:
                 each = f" with at least {spec.min_band_cells} each" if spec.min_band_cells > 1 else ""
                 return f"{cells} latent cells of {axis} are fewer than {self.size} ranks{each}"
-        share = self.share(mode)
-        if self.fitting_chunk(share) is None:
-            return (
-                f"its widest operand would have {self.operand_elements(share, 1):.2e} elements, over the "
-                f"{MAX_OPERAND_ELEMENTS} that PyTorch's kernels can index"
-            )
-        return None
+        return self.settle(mode, self.region(mode)).problem
 
     def cells(self, axis: str) -> int:
         """Latent cells of ``height`` or ``width``."""
         return self.shape[-2] if axis == "height" else self.shape[-1]
 
-    def share(self, mode: str) -> float:
-        """The part of the frame that one rank decodes at a time; items of a batch go one by one."""
-        if not mode.startswith("spatial_shard"):
-            return 1.0
-        cells = self.cells(SHARD_AXIS[mode])
-        return split(cells, self.size)[0].size / cells
+    def region(self, mode: str) -> Region:
+        """Latent rows and columns that one rank decodes at a time; items of a batch go one by one."""
+        rows, columns = self.shape[-2:]
+        if mode == "spatial_shard_height":
+            rows = split(rows, self.size)[0].size
+        elif mode == "spatial_shard_width":
+            columns = split(columns, self.size)[0].size
+        return rows, columns
 
-    def operand_elements(self, share: float, chunk: int) -> int:
-        """Elements of the widest operand of one pass over ``share`` of the frame."""
+    def operand_elements(self, region: Region, chunk: int) -> int:
+        """Elements of the widest operand of one pass over ``region``, padding included."""
         first, later = self.spec.operand_per_pixel_first, self.spec.operand_per_pixel
         if self.spec.pass_frames:
             per_pixel = first + later * (min(self.spec.pass_frames, self.latent_frames) - 1)
         else:
             per_pixel = max(first, later * min(chunk, self.latent_frames - 1))
-        return int(per_pixel * self.height * self.width * share)
+        return int(per_pixel * self.padded_pixels(region))
 
-    def fitting_chunk(self, share: float) -> int | None:
+    def padded_pixels(self, region: Region) -> int:
+        ratio, padding = self.spec.spatial_ratio, self.spec.operand_padding
+        return (region[0] * ratio + padding) * (region[1] * ratio + padding)
+
+    def fitting_chunk(self, region: Region) -> int | None:
         """The longest chunk up to the one asked for whose operands PyTorch's kernels can index; None if there is none.
 
         Any chunk gives the same pixels, so one that is too long is shortened rather than refused.
         """
-        if self.operand_elements(share, self.chunk) <= MAX_OPERAND_ELEMENTS:
+        if self.operand_elements(region, self.chunk) <= MAX_OPERAND_ELEMENTS:
             return self.chunk
-        if self.operand_elements(share, 1) > MAX_OPERAND_ELEMENTS:
+        if self.operand_elements(region, 1) > MAX_OPERAND_ELEMENTS:
             return None
-        per_frame = self.spec.operand_per_pixel * self.height * self.width * share
+        per_frame = self.spec.operand_per_pixel * self.padded_pixels(region)
         return min(self.chunk, int(MAX_OPERAND_ELEMENTS / per_frame))
+
+    def settle(self, mode: str, region: Region, tiles: _Tiles | None = None) -> _Settled:
+        """The longest chunk with which ``mode`` fits the kernels and the memory, what it needs, and why none does."""
+        chunk = self.fitting_chunk(region)
+        if chunk is None:
+            return _Settled(
+                1,
+                None,
+                f"its widest operand would have {self.operand_elements(region, 1):.2e} elements, over the "
+                f"{MAX_OPERAND_ELEMENTS} that PyTorch's kernels can index",
+            )
+        need = self.need(mode, region, chunk, tiles)
+        budget = self.policy.memory_budget_bytes
+        if need is None or budget is None or need.per_rank_bytes <= budget:
+            return _Settled(chunk, need, None)
+
+        def fits(frames: int) -> bool:
+            shorter = self.need(mode, region, frames, tiles)
+            return shorter is not None and shorter.per_rank_bytes <= budget
+
+        # Longer than the rest of the clip is the rest of the clip.
+        fewer = _largest(min(chunk, self.latent_frames - 1) - 1, fits) if self.spec.chunked else 0
+        if fewer > 0:
+            return _Settled(fewer, self.need(mode, region, fewer, tiles), None, bound="what fits the memory")
+        return _Settled(
+            chunk, need, f"it needs {gib(need.per_rank_bytes)} of memory on a rank, and the budget is {gib(budget)}"
+        )
+
+    def need(self, mode: str, region: Region, chunk: int, tiles: _Tiles | None) -> MemoryNeed | None:
+        """The memory that ``mode`` needs of the rank that needs most; None where the model was not measured."""
+        items = split(self.shape[0], min(self.size, self.shape[0]))[0].size if mode == "batch" else self.shape[0]
+        need = memory_need(
+            self.spec,
+            self.shape,
+            mode=mode,
+            share=region[0] * region[1] / (self.shape[-2] * self.shape[-1]),
+            items=items,
+            chunk=chunk,
+            collect=self.collect,
+            pixel_bytes=self.pixel_bytes,
+            tile_cells=sum(tiles.work) if tiles else 0,
+            owned_tile_cells=tiles.largest_share() if tiles else 0,
+        )
+        return None if need is None else replace(need, budget_bytes=self.policy.memory_budget_bytes)
+
+    def what_would_fit(self) -> str:
+        """Advice for a request that nothing can decode: the nearest ones that this group can, as sizes."""
+        batch, width = self.shape[0], self.shape[-1]
+        advice = []
+        if batch > 1:
+            fits = _largest(batch - 1, lambda n: self.can((n, *self.shape[1:])))
+            advice.append(f"{fits} items at a time" if fits else "")
+        if not any(advice) and self.latent_frames > 1:
+            frames = _largest(self.latent_frames - 1, lambda t: self.can((1, self.shape[1], t, *self.shape[-2:])))
+            advice.append(f"{frames} latent frames at a time" if frames else "")
+        if not any(advice):
+            one = (1, *self.shape[1:-2])
+
+            def scaled(columns: int) -> tuple[int, int]:
+                return max(1, self.shape[-2] * columns // width), columns
+
+            columns = _largest(width - 1, lambda n: self.can((*one, *scaled(n))))
+            if columns:
+                height_px, width_px = (cells * self.spec.spatial_ratio for cells in scaled(columns))
+                advice.append(f"a frame of {height_px} x {width_px} pixels")
+        ranks = next((n for n in (2, 4, 8, 16, 32, 64) if n > self.size and self.can(self.shape, n)), None)
+        advice.append(f"a group of {ranks} ranks" if ranks else "")
+        if self.policy.memory_budget_bytes is not None and self.can(self.shape, budget=None):
+            advice.append("a larger policy.memory_budget_bytes")
+        if self.spec.tiles is not None and not self.spec.tile_only:
+            advice.append("smaller tiles (policy.tile)")
+        return ", or ".join(filter(None, advice)) or "nothing that this group could hold"
+
+    def can(self, shape: tuple[int, ...], ranks: int | None = None, budget: int | None = -1) -> bool:
+        """Whether ``auto`` has a plan for another shape, another number of ranks, or another budget."""
+        policy = self.policy if budget == -1 else replace(self.policy, memory_budget_bytes=budget)
+        other = _Planner(self.spec, shape, ranks or self.size, policy, self.collect, self.chunk, self.pixel_bytes)
+        try:
+            validate_latents(self.spec, shape)
+            other.auto(advise=False)
+        except (InvalidLatentsError, UnsupportedModeError):
+            return False
+        return True
 
     def direct(self, reason: str, *, fallback: str | None = None) -> DecodePlan:
         return self.plan("direct", 1, None, (), reason, fallback=fallback)
@@ -315,20 +418,24 @@ class _Planner:
         ranks = min(self.size, extent)
         return self.plan(mode, ranks, axis, split(extent, ranks), reason)
 
-    def tile(self, reason: str, *, fallback: str | None = None) -> DecodePlan:
+    def tile(self, reason: str, *, fallback: str | None = None, advise: bool = True) -> DecodePlan:
         assert self.spec.tiles is not None
         grid = self.spec.tiles.grid(self.shape[-2], self.shape[-1], self.spec.spatial_ratio, self.spec.decoder_ratio)
         work = grid.areas() * self.spec.tile_parts(self.shape)
         ranks = min(self.size, len(work))
-        owners = assign_largest_first(work, ranks)
-        share = max(grid.areas()) / (self.shape[-2] * self.shape[-1])
-        if self.fitting_chunk(share) is None:
+        tiles = _Tiles(grid, tuple(work), assign_largest_first(work, ranks), ranks)
+        region = max(row.size for row in grid.rows), max(column.size for column in grid.columns)
+        settled = self.settle("tile", region, tiles)
+        if settled.problem:
+            advice = f"; what would fit: {self.what_would_fit()}" if advise else ""
+            exact = "" if self.spec.tile_only else f"{reason}; and "
             raise UnsupportedModeError(
-                f"{list(self.shape)} cannot be decoded by {self.size} ranks: even one tile would have an operand of "
-                f"{self.operand_elements(share, 1):.2e} elements; use smaller tiles (policy.tile) or more ranks",
+                f"{list(self.shape)} cannot be decoded by {self.size} ranks: {exact}in tiles of "
+                f"{region[0] * self.spec.spatial_ratio} x {region[1] * self.spec.spatial_ratio} pixels "
+                f"{settled.problem}{advice}",
                 param="latents.shape",
             )
-        return self.plan("tile", ranks, None, (), reason, fallback=fallback, grid=grid, owners=owners, share=share)
+        return self.plan("tile", ranks, None, (), reason, fallback=fallback, tiles=tiles, settled=settled)
 
     def plan(
         self,
@@ -339,19 +446,20 @@ class _Planner:
         reason: str,
         *,
         fallback: str | None = None,
-        grid: TileGrid | None = None,
-        owners: tuple[int, ...] = (),
-        share: float | None = None,
+        tiles: _Tiles | None = None,
+        settled: _Settled | None = None,
     ) -> DecodePlan:
         chosen: Mode = mode  # type: ignore[assignment]
         how: Collect = self.collect  # type: ignore[assignment]
         # A model whose contract is tiles is exact in them; so is a single tile.
+        grid = tiles.grid if tiles else None
         exact = grid is None or self.spec.tile_only or grid.count == 1
         if not exact:
             reason += f"; approximate: {self.spec.tile_difference}"
-        chunk = self.fitting_chunk(self.share(mode) if share is None else share) or 1
+        settled = settled or self.settle(mode, self.region(mode))
+        chunk = settled.chunk
         if chunk < self.chunk:
-            reason += f"; chunk shortened from {self.chunk} to {chunk} latent frames, which is what kernels can index"
+            reason += f"; chunk shortened from {self.chunk} to {chunk} latent frames, which is {settled.bound}"
         if not self.spec.tested:
             reason += f"; untested: {self.spec.class_name} is in no family that is compared with diffusers, and its own decode runs"
         return DecodePlan(
@@ -365,10 +473,49 @@ class _Planner:
             fallback=fallback,
             exact=exact,
             tiles=grid,
-            owners=owners,
+            owners=tiles.owners if tiles else (),
             latent_shape=self.shape,
             output_frames=self.frames,
             output_height=self.height,
             output_width=self.width,
             tested=self.spec.tested,
+            memory=settled.need,
+            dtype=self.spec.dtype,
+            dtype_reason=self.spec.dtype_reason,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Tiles of every part in time, their latent cells, and the rank of each."""
+
+    grid: TileGrid
+    work: tuple[int, ...]
+    owners: tuple[int, ...]
+    ranks: int
+
+    def largest_share(self) -> int:
+        """Latent cells of the rank that decodes most."""
+        shares = [0] * self.ranks
+        for owner, cells in zip(self.owners, self.work, strict=True):
+            shares[owner] += cells
+        return max(shares)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """A mode with its chunk: what it needs, or why it cannot run; ``bound`` is what a shorter chunk than asked for is."""
+
+    chunk: int
+    need: MemoryNeed | None
+    problem: str | None
+    bound: str = "what kernels can index"
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to ``limit`` that fits, 0 if none does; what fits with more fits with fewer."""
+    low, high = 0, limit
+    while low < high:
+        middle = math.ceil((low + high) / 2)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

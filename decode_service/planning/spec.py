@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from decode_service.planning.memory import Footprint
 from decode_service.planning.temporal import ClipFrames, FadedFrames, FrameRule, OverlapFrames
 from decode_service.planning.tiles import TileGrid, TileSpan, overlap_axis, stride_axis
 
@@ -134,6 +135,7 @@ class ModelSpec:
             frame (height x width); 0 where unknown. PyTorch's kernels return zeros or fail at 2^31 elements.
         operand_per_pixel_first: the same for the pass over the first latent frame.
         tile_difference: why tiles only approximate the undivided frame, where they do.
+        operand_padding: pixels by which padding enlarges each axis of that operand: two decoder pixels, of 3x3 convolutions.
         min_cells: latent rows and columns that a frame needs at least.
         normalized_frames: latent frames that can be denormalized at most, where every frame has statistics of its own; 0
             where any number can.
@@ -147,6 +149,9 @@ class ModelSpec:
         packing: how pipelines pack its latents, or None where they do not.
         default_timestep: what the model's pipeline decodes at where nothing else is asked for, or None for decoders without
             timestep conditioning.
+        footprint: what it takes of a rank's memory, measured at loading; None where nobody measured.
+        dtype: dtype of the arithmetic; empty before a model is loaded.
+        dtype_reason: why it is that one.
     """
 
     name: str
@@ -167,6 +172,7 @@ class ModelSpec:
     chunked: bool = True
     operand_per_pixel: int = 0
     operand_per_pixel_first: int = 0
+    operand_padding: int = 2
     pass_frames: int = 0
     tile_difference: str = "every tile is decoded by itself"
     min_cells: int = 1
@@ -176,6 +182,9 @@ class ModelSpec:
     no_denormalize_reason: str = ""
     fixed_cells: int = 0
     min_band_cells: int = 1
+    footprint: Footprint | None = None
+    dtype: str = ""
+    dtype_reason: str = ""
 
     @property
     def decoder_channels(self) -> int:

@@ -138,6 +138,14 @@ class TestOtherRoutes:
             call(service.url, "model", "../healthz")
         assert service.seen[-1].path == "/v1/models/..%2Fhealthz"
 
+    def test_a_model_is_asked_for_the_latents_of_a_size(self, service: Any, call: Any, answers: Any) -> None:
+        told = {"name": "demo", "for_size": {"latent_shape": [2, 4, 3, 8, 6]}}
+        service.script = [answers.json(200, told)]
+        assert call(service.url, "model", "demo", height=64, width=48, frames=9, batch=2) == told
+        assert service.seen[-1].path == "/v1/models/demo?height=64&width=48&frames=9&batch=2"
+        with pytest.raises(ValueError, match="a height and a width"):
+            call(service.url, "model", "demo", height=64)
+
     def test_replies_of_another_program_are_invalid(self, service: Any, call: Any, answers: Any) -> None:
         for method, arguments in (("plan", [(1, 4, 8, 8)]), ("models", []), ("model", ["demo"])):
             service.script = [answers.plain(200, {"Content-Type": "text/html"}, b"<h1>It works!</h1>")]

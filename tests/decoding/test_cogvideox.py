@@ -114,4 +114,4 @@ def test_the_released_configuration_is_tiled_as_diffusers_does() -> None:
     grid = spec.tiles.grid(60, 90, 8, 8)
     assert [row.start for row in grid.rows] == [0, 25, 50] and grid.rows[0].keep == 200
     assert [column.start for column in grid.columns] == [0, 36, 72] and grid.columns[0].keep == 288
-    assert (spec.operand_per_pixel_first, spec.operand_per_pixel) == (9 * 256, 8 * 256)
+    assert (spec.operand_per_pixel_first, spec.operand_per_pixel, spec.pass_frames) == (6 * 256, 4 * 256, 3)

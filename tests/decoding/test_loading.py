@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from decode_service.errors import ConfigError
 from decode_service.planning.spec import StrideTiles
 from tests.decoding.conftest import Zoo
 from tests.decoding.harness import latents_of
+from tests.decoding.models import autoencoder_kl
 
 CPU = torch.device("cpu")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -121,3 +123,32 @@ class TestMistakes:
             load_family(ModelSource("tiny", str(zoo.folders["wan22"])), device=CPU, tiles=StrideTiles(250, 192))
         with pytest.raises(ConfigError, match="part of the model"):
             load_family(ModelSource("tiny", str(zoo.folders["minimax_h3"])), device=CPU, tiles=StrideTiles(128, 96))
+
+
+class TestPrecision:
+    def test_a_model_that_overflows_in_float16_is_decoded_in_float32_and_says_so(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        autoencoder_kl(force_upcast=True).save_pretrained(tmp_path)
+        family = load(str(tmp_path), dtype="float16")
+        assert family.dtype() == torch.float32 and family.spec.dtype == "float32"
+        assert "force_upcast" in family.spec.dtype_reason and "force_upcast" in caplog.text
+        family = load(str(tmp_path), dtype="bfloat16")
+        assert (family.spec.dtype, family.spec.dtype_reason) == ("bfloat16", "as configured")
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_half_precision_that_works_here_is_left_alone(self, tmp_path: Path, dtype: str) -> None:
+        autoencoder_kl().save_pretrained(tmp_path)
+        family = load(str(tmp_path), dtype=dtype)
+        assert (family.spec.dtype, family.spec.dtype_reason) == (dtype, "as configured")
+
+    def test_a_half_precision_that_gives_nan_is_replaced(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        autoencoder_kl().save_pretrained(tmp_path)
+        real = torch.nn.functional.group_norm
+
+        def broken(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return real(x, *args, **kwargs) * (1.0 if x.dtype == torch.float32 else float("nan"))
+
+        monkeypatch.setattr(torch.nn.functional, "group_norm", broken)
+        spec = load(str(tmp_path), dtype="bfloat16").spec
+        assert spec.dtype == "float32" and "a tiny decode gives NaN or Inf" in spec.dtype_reason

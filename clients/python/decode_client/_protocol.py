@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 import httpx2
 
@@ -343,8 +343,21 @@ def models_flow(settings: Settings) -> Flow[list[dict[str, Any]]]:
     return models
 
 
-def model_flow(settings: Settings, name: str) -> Flow[dict[str, Any]]:
-    call = Call("GET", f"/v1/models/{quote(name, safe='')}", _request_id(None), timeout=settings.timeout)
+def model_flow(
+    settings: Settings,
+    name: str,
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    frames: int | None = None,
+    batch: int | None = None,
+) -> Flow[dict[str, Any]]:
+    size = {"height": height, "width": width, "frames": frames, "batch": batch}
+    given = {key: value for key, value in size.items() if value is not None}
+    if given and not {"height", "width"} <= given.keys():
+        raise ValueError("a size is a height and a width, in pixels")
+    path = f"/v1/models/{quote(name, safe='')}" + (f"?{urlencode(given)}" if given else "")
+    call = Call("GET", path, _request_id(None), timeout=settings.timeout)
     reply = yield from exchange(settings, call)
     return _json_map(reply, call.request_id)
 

@@ -91,6 +91,21 @@ class DecodeOptions(PlanOptions, total=False):
     request_id: str | None
 
 
+class PixelSize(TypedDict, total=False):
+    """Keywords of ``model``, for the latents of a size.
+
+    Attributes:
+        height, width: pixels; both or neither.
+        frames: pixel frames of a clip; without them, a picture or the shortest clip.
+        batch: items; 1 by default.
+    """
+
+    height: int | None
+    width: int | None
+    frames: int | None
+    batch: int | None
+
+
 def _keywords_of(flow: Callable[..., Any]) -> Callable[[Method], Method]:
     """Give a method the keywords of its flow, for ``help()`` and completion: ``Unpack`` helps type checkers only."""
     parameters = list(inspect.signature(flow).parameters.values())[1:]
@@ -245,14 +260,20 @@ class DecodeClient(_Client):
         """
         return self._run(protocol.models_flow(self._settings))
 
-    def model(self, name: str) -> dict[str, Any]:
-        """One model's configuration, compression ratios, modes, limits and state.
+    @_keywords_of(protocol.model_flow)
+    def model(self, name: str, **size: Unpack[PixelSize]) -> dict[str, Any]:
+        """One model's configuration, compression ratios, statistics, frame rule, modes, memory, limits and state.
+
+        Args:
+            size: see ``PixelSize``; with it, ``for_size`` holds the ``latent_shape`` that decodes to pictures of that size.
 
         Raises:
+            ValueError: if only one of height and width is given.
             NotFoundError: if there is none of that name.
+            UnprocessableError: if nothing decodes to that size; the message names the nearest.
             DecodeError: by cause.
         """
-        return self._run(protocol.model_flow(self._settings, name))
+        return self._run(protocol.model_flow(self._settings, name, **size))
 
     def healthy(self) -> bool:
         """Whether the service answers at all; one short attempt.
@@ -358,9 +379,10 @@ class AsyncDecodeClient(_Client):
         """As ``DecodeClient.models``."""
         return await self._run(protocol.models_flow(self._settings))
 
-    async def model(self, name: str) -> dict[str, Any]:
+    @_keywords_of(protocol.model_flow)
+    async def model(self, name: str, **size: Unpack[PixelSize]) -> dict[str, Any]:
         """As ``DecodeClient.model``."""
-        return await self._run(protocol.model_flow(self._settings, name))
+        return await self._run(protocol.model_flow(self._settings, name, **size))
 
     async def healthy(self) -> bool:
         """As ``DecodeClient.healthy``."""

@@ -7,6 +7,7 @@ decode anything undivided. So blocks are the model's contract, as tiles are Mini
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -72,7 +73,28 @@ class AllegroFamily(Family):
             ),
             tile_only=True,
             chunked=False,
+            operand_per_pixel_first=self._widest_operand(frames // frames_ratio, ratio),
         )
+
+    def _widest_operand(self, frames: int, spatial: int) -> int:
+        """Elements of the widest operand of a block of ``frames`` latent frames, per pixel of one frame of the block.
+
+        The convolutions over time see two frames more than there are; upsampling leaves four times the pixels.
+        """
+        widest = 0.0
+        for block in self.vae.decoder.up_blocks:
+            resnet = block.resnets[0].conv1
+            channels = resnet.out_channels
+            widest = max(widest, frames * resnet.in_channels / spatial**2)
+            frames *= 2 if block.add_temp_upsample else 1
+            widest = max(widest, (frames + 2) * channels / spatial**2)
+            if block.upsamplers is not None:
+                spatial //= 2
+                widest = max(widest, frames * channels / spatial**2)
+        return math.ceil(widest)
+
+    def denormalization(self) -> str:
+        return "1 / scaling_factor * latents"
 
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By the rule of the Allegro pipeline."""

@@ -42,6 +42,9 @@ class AsymmetricAutoencoderKLFamily(ImageFamily):
             operand_per_pixel_first=max(widths[0], widths[min(1, len(widths) - 1)]),
         )
 
+    def denormalization(self) -> str:
+        return "latents / scaling_factor"
+
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By the rule of ``StableDiffusionInpaintPipeline``: ``latents / scaling_factor``."""
         return latents_BCTHW / self.config["scaling_factor"]

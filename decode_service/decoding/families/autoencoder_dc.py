@@ -80,6 +80,9 @@ class AutoencoderDCFamily(ImageFamily):
                     reach = max(reach, math.ceil(projection.proj_in.padding[0] / scale))
         return reach
 
+    def denormalization(self) -> str:
+        return "latents / scaling_factor"
+
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By the rule of ``SanaPipeline``: ``latents / scaling_factor``."""
         return latents_BCTHW / self.config["scaling_factor"]

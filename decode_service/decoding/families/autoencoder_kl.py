@@ -52,6 +52,12 @@ class AutoencoderKLFamily(ImageFamily):
         size = int(self.vae.tile_sample_min_size)
         return StrideTiles(size, size - int(size * self.vae.tile_overlap_factor))
 
+    def denormalization(self) -> str:
+        if self.config.get("latents_mean") is not None and self.config.get("latents_std") is not None:
+            return "latents * latents_std / scaling_factor + latents_mean, per channel"
+        shift = " + shift_factor" if self.config.get("shift_factor") is not None else ""
+        return f"latents / scaling_factor{shift}"
+
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By the rule of the SDXL pipeline where the config has a mean and a deviation, else by that of SD3 and FLUX.1."""
         config, shape = self.config, (1, self.spec.latent_channels, 1, 1, 1)

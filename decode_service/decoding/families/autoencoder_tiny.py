@@ -47,6 +47,9 @@ class AutoencoderTinyFamily(ImageFamily):
             packing=Packing((2,)),
         )
 
+    def denormalization(self) -> str:
+        return "latents / scaling_factor + shift_factor"
+
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By the rule of the FLUX.1, SD3 and DreamLite pipelines: ``latents / scaling_factor + shift_factor``.
 

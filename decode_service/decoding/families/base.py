@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from torch import nn
 
 from decode_service.errors import ConfigError
@@ -57,6 +59,7 @@ class Family(ABC):
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         self.vae = vae
         _with_plain_booleans(vae)
+        _with_one_attention_function(vae)
         self.config: dict[str, Any] = dict(vae.config)
         self.spec = dataclasses.replace(self.make_spec(name, tiles), tile_difference=what_a_tile_misses(vae.decoder))
         self.call_decoder: Callable[..., torch.Tensor] = vae.decoder
@@ -131,6 +134,15 @@ class Family(ABC):
         """Pixels as ``vae.decode`` returns them, from pixels as ``decode`` and ``merge_tiles`` return them."""
         return pixels
 
+    def statistics(self) -> dict[str, Any]:
+        """What ``denormalize`` uses, as plain numbers."""
+        keys = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
+        return {key: self.config[key] for key in keys if self.config.get(key) is not None}
+
+    def denormalization(self) -> str:
+        """What ``denormalize`` does with them, in words."""
+        return inspect.getdoc(self.denormalize) or ""
+
     def dtype(self) -> torch.dtype:
         """The dtype that latents are cast to: that of the first module which sees them."""
         first = getattr(self.vae, "post_quant_conv", None)
@@ -165,6 +177,16 @@ def what_a_tile_misses(decoder: nn.Module) -> str:
     if any("attention" in name or "attn" in name for name in names):
         causes.append("attends to itself alone")
     return f"every tile {' and '.join(causes or ['ends where its convolutions would see more of the frame'])}"
+
+
+def _with_one_attention_function(vae: nn.Module) -> None:
+    """Make diffusers' ``Attention`` modules call ``scaled_dot_product_attention``, which can be cut into blocks of queries.
+
+    Its older processor multiplies matrices and takes the softmax by itself: the same function, with all scores at once.
+    """
+    for module in vae.modules():
+        if isinstance(module, Attention) and type(module.processor) is AttnProcessor and module.scale_qk:
+            module.set_processor(AttnProcessor2_0())
 
 
 def stride_tiles(given: StrideTiles | None, spatial_ratio: int, class_name: str) -> StrideTiles:

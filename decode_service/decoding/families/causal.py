@@ -19,6 +19,12 @@ from decode_service.planning.temporal import CausalFrames
 class MeanStdFamily(Family):
     """Families whose latents are normalized by ``latents_mean`` and ``latents_std``, per channel."""
 
+    def statistics(self) -> dict[str, Any]:
+        return {key: self.config[key] for key in ("latents_mean", "latents_std")}
+
+    def denormalization(self) -> str:
+        return "latents / (1 / latents_std) + latents_mean, per channel"
+
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         # Dividing by the reciprocal is what the Wan and Qwen-Image pipelines do; in half precision it rounds
         # differently from multiplying by the deviation.

@@ -40,10 +40,9 @@ class CogVideoXFamily(PassesFamily):
             block.upsamplers is not None and block.upsamplers[0].compress_time for block in self.vae.decoder.up_blocks
         )
         rule = RemainderFirstFrames(self.vae.num_latent_frames_batch_size, 2**doublings)
-        # At full resolution the last upsampling leaves the channels of the stage before, of all frames of a chunk. The
-        # convolutions see two cached frames more, but CogVideoXSafeConv3d cuts what is that large into shorter clips.
+        # At full resolution the last upsampling leaves the channels of the stage before, of all frames of a chunk: ratio for
+        # every latent frame (an odd chunk has ratio - 1 fewer). The convolutions put two cached frames before them.
         width = max(widths[0], widths[min(1, len(widths) - 1)])
-        longest = 2 * rule.batch - 1
         return ModelSpec(
             name=name,
             family="cogvideox",
@@ -57,8 +56,9 @@ class CogVideoXFamily(PassesFamily):
             exact_axes=("height", "width"),
             tiles=self._own_tiles(ratio) if tiles is None else stride_tiles(tiles, ratio, "AutoencoderKLCogVideoX"),
             chunked=False,
-            operand_per_pixel=rule.chunk_frames(rule.batch) * width,
-            operand_per_pixel_first=max(rule.chunk_frames(longest), rule.chunk_frames(rule.batch)) * width,
+            operand_per_pixel=rule.ratio * width,
+            operand_per_pixel_first=(2 + rule.ratio) * width,
+            pass_frames=2 * rule.batch - 1,
         )
 
     def _own_tiles(self, ratio: int) -> RectangleTiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,6 +71,18 @@ class Flux2Family(ImageFamily):
         if packed.numel() != self.spec.latent_channels * math.prod((rows, columns)):
             raise ConfigError(f"{packed.numel()} statistics do not fit {self.spec.latent_channels} latent channels")
         return packed.detach().clone().view(self.spec.latent_channels, rows, columns)
+
+    def statistics(self) -> dict[str, Any]:
+        """Of packed channels (channel, row and column of the patch): the batch norm's, with the deviation's root taken."""
+        return {
+            "bn_running_mean": self._mean.float().flatten().tolist(),
+            "bn_running_std": self._std.float().flatten().tolist(),
+            "batch_norm_eps": self.config["batch_norm_eps"],
+            "patch_size": list(self.config["patch_size"]),
+        }
+
+    def denormalization(self) -> str:
+        return "latents * bn_running_std + bn_running_mean, per channel and place in the patch; std = sqrt(var + eps)"
 
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By the rule of ``Flux2Pipeline``: ``latents * sqrt(running_var + eps) + running_mean`` on packed channels.

@@ -45,6 +45,9 @@ class HunyuanImageFamily(ImageFamily):
             operand_per_pixel_first=widest_activation(widths, doublings, matched=config["upsample_match_channel"]),
         )
 
+    def denormalization(self) -> str:
+        return "latents / scaling_factor"
+
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By the rule of ``HunyuanImagePipeline``: ``latents / scaling_factor``."""
         return latents_BCTHW / self.config["scaling_factor"]

@@ -58,6 +58,9 @@ class HunyuanImageRefinerFamily(ImageFamily):
             pass_frames=WHOLE_CLIP,
         )
 
+    def denormalization(self) -> str:
+        return "latents / scaling_factor"
+
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By the rule of ``HunyuanImageRefinerPipeline``: ``latents / scaling_factor``.
 

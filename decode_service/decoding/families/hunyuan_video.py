@@ -95,6 +95,9 @@ class HunyuanVideoFamily(WholeClipFamily):
         assert isinstance(rule, FadedFrames)
         return rule
 
+    def denormalization(self) -> str:
+        return "latents / scaling_factor"
+
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         # HunyuanVideoPipeline; its image-to-video, SkyReels and FramePack forms do the same.
         return latents_BCTHW / self.config["scaling_factor"]

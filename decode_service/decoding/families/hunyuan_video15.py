@@ -76,6 +76,9 @@ class HunyuanVideo15Family(WholeClipFamily):
                 spatial //= 2
                 frames *= 2 if upsampler.add_temporal_upsample else 1
 
+    def denormalization(self) -> str:
+        return "latents / scaling_factor"
+
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         # HunyuanVideo15Pipeline and its image-to-video form.
         return latents_BCTHW / self.config["scaling_factor"]

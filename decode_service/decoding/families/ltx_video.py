@@ -61,6 +61,7 @@ class LTXVideoFamily(WholeClipFamily):
             tiles=stride_tiles(tiles or self.own_tiles(), ratio, class_name),
             chunked=False,
             operand_per_pixel_first=first,
+            operand_padding=2 * config["patch_size"],
             operand_per_pixel=later,
             pass_frames=WHOLE_CLIP,
             # The transformer's patches are single cells in every released model.
@@ -83,6 +84,14 @@ class LTXVideoFamily(WholeClipFamily):
                 yield Convolution(conv.in_channels, conv.out_channels, spatial, frames)
         conv = decoder.conv_out.conv
         yield Convolution(conv.in_channels, conv.out_channels, spatial, frames)
+
+    def statistics(self) -> dict[str, Any]:
+        # Part of the weights, not of the config.
+        mean, std = (x.tolist() for x in (self.vae.latents_mean.float(), self.vae.latents_std.float()))
+        return {"scaling_factor": self.config["scaling_factor"], "latents_mean": mean, "latents_std": std}
+
+    def denormalization(self) -> str:
+        return "latents * latents_std / scaling_factor + latents_mean, per channel"
 
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         # ``_denormalize_latents`` of LTXPipeline; the statistics are part of the weights, not of the config.

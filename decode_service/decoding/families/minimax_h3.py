@@ -6,9 +6,11 @@ So there is no undivided decode to be exact to, and a spatial shard is an error 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 from decode_service.decoding.families.causal import MeanStdFamily
 from decode_service.decoding.tiling import cross_fade, stitch
@@ -44,6 +46,11 @@ class MiniMaxH3Family(MeanStdFamily):
         vae, config = self.vae, self.config
         ratio = vae.spatial_compression_ratio
         own_tiles = OverlapTiles(vae.tile_sample_min_height, vae.tile_sample_min_overlap_height)
+        clips = ClipFrames(config["clip_length"], config["token_drop"], vae.temporal_compression_ratio)
+        # The widest layer of the transformer, on all tokens of a clip; a few tokens that are no place of the picture are
+        # less than an element per pixel of a tile.
+        widest_layer = max(layer.out_features for layer in vae.decoder.modules() if isinstance(layer, nn.Linear))
+        operand = math.ceil(widest_layer * (clips.tokens_per_clip + clips.token_overlap) / ratio**2) + 1
         return ModelSpec(
             name=name,
             family="minimax-h3",
@@ -52,14 +59,18 @@ class MiniMaxH3Family(MeanStdFamily):
             output_channels=config["out_channels"],
             spatial_ratio=ratio,
             decoder_ratio=ratio,
-            frame_rule=ClipFrames(config["clip_length"], config["token_drop"], vae.temporal_compression_ratio),
+            frame_rule=clips,
             accepts_images=False,
             exact_axes=(),
             no_exact_axes_reason="its frames are defined as blended tiles with positions relative to the tile",
             tiles=own_tiles,
             tile_only=True,
             chunked=False,
+            operand_per_pixel_first=operand,
         )
+
+    def denormalization(self) -> str:
+        return "latents * latents_std + latents_mean, per channel"
 
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         shape = (1, self.spec.latent_channels, 1, 1, 1)

@@ -61,6 +61,11 @@ class MochiFamily(PassesFamily):
             operand_per_pixel_first=operand,
         )
 
+    def denormalization(self) -> str:
+        if self.config.get("latents_mean") is None or self.config.get("latents_std") is None:
+            return "latents / scaling_factor"
+        return "latents * latents_std / scaling_factor + latents_mean, per channel"
+
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By the rule of the Mochi pipeline."""
         config, shape = self.config, (1, self.spec.latent_channels, 1, 1, 1)

@@ -26,6 +26,9 @@ class PassesFamily(Family):
             chunk: latent frames per pass after the first, where the model leaves that free.
         """
 
+    def denormalization(self) -> str:
+        return "1 / scaling_factor * latents"
+
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By ``scaling_factor`` alone, in the order of operations of the CogVideoX, SVD and EasyAnimate pipelines."""
         return 1 / self.config["scaling_factor"] * latents_BCTHW

@@ -46,12 +46,16 @@ class QwenImage21Family(CausalFamily):
             chunked=False,
             operand_per_pixel_first=operand // patch**2,
             packing=Packing((1,)),
+            operand_padding=2 * patch,
         )
 
     @property
     def frame_rule(self) -> CausalFrames:
         """The causal rule for the one frame that there is."""
         return CausalFrames(1)
+
+    def denormalization(self) -> str:
+        return "latents * latents_std + latents_mean, per channel"
 
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By the rule of the QwenImage21 pipeline, which multiplies by the deviation where that of Qwen-Image divides."""

@@ -42,6 +42,7 @@ class WanFamily(CausalFamily):
             operand_per_pixel_first=first // patch**2,
             # The pipelines of Wan pack nothing; that of Bria FIBO, which uses its VAE, does.
             packing=Packing((1, 2)),
+            operand_padding=2 * patch,
         )
 
     def run_pass(self, x_BCTHW: torch.Tensor, cache: list[Any] | None, *, first: bool) -> torch.Tensor:

@@ -1,0 +1,161 @@
+"""``POST /plan`` and ``GET /v1/models/{name}`` of every family, through the engine, with nothing decoded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from decode_service.config import ServiceConfig
+from decode_service.decoding.footprint import with_footprint
+from decode_service.decoding.rank import RankDecoder
+from decode_service.engine.engine import DecodeEngine
+from decode_service.engine.protocol import GroupInfo
+from decode_service.http import create_app
+from decode_service.planning.planner import MAX_OPERAND_ELEMENTS
+from decode_service.planning.spec import ModelSpec
+from tests.decoding import catalogue
+
+GIB = 2**30
+
+
+class Unused:
+    """A group that is loaded and never asked to decode."""
+
+    def __init__(self, info: GroupInfo, size: int) -> None:
+        self.info, self.size = info, size
+
+    async def start(self) -> GroupInfo:
+        return self.info
+
+    async def run(self, task: Any, latents: Any, ranks: Sequence[int]) -> Any:
+        raise AssertionError("nothing may be decoded")
+
+    async def close(self) -> None:
+        return
+
+
+def served(name: str, *, ranks: int = 1, **policy: Any) -> tuple[ModelSpec, TestClient]:
+    import torch
+
+    family = catalogue.family(name)
+    spec = with_footprint(family)
+    decoder = RankDecoder(type(family)(family.vae, name), device=torch.device("cpu"))
+    config = ServiceConfig.model_validate(
+        {
+            "model": {"name": "tiny", "source": "builtin:demo"},
+            "group": {"ranks": ranks},
+            "policy": policy,
+            "limits": {"max_output_pixels": 2**40},
+        }
+    )
+    engine = DecodeEngine(Unused(GroupInfo(spec, decoder.describe()), ranks), config)  # type: ignore[arg-type]
+    # The self-test would decode on several ranks; what is planned does not depend on it.
+    engine._test_exact_axes = lambda: asyncio.sleep(0)  # type: ignore[method-assign, assignment, return-value]
+    asyncio.run(engine.start())
+    return spec, TestClient(create_app(engine))
+
+
+def big_latents(client: TestClient, name: str, spec: ModelSpec) -> list[list[int]]:
+    """Latents of a still of 4096 x 4096 and, of video families, of about 81 frames of 3840 x 2160."""
+    sizes = [(4096, 4096, None)]
+    if (spec.frame_rule is not None and not spec.frame_rule.problem(2)) or spec.tile_only:
+        sizes.append((2160, 3840, 81))
+    shapes = []
+    for height, width, frames in sizes:
+        ratio = spec.spatial_ratio
+        query = {"height": -(-height // ratio) * ratio, "width": -(-width // ratio) * ratio}
+        if frames:
+            query["frames"] = frames
+        reply = client.get(f"/v1/models/{name}", params=query)
+        if reply.status_code == 422:
+            # 81 frames are not a length of this family: the message says which are.
+            assert reply.json()["error"]["param"] == "frames"
+            query["frames"] = int(reply.json()["error"]["message"].split("the nearest is ")[1].split()[-1])
+            reply = client.get(f"/v1/models/{name}", params=query)
+        assert reply.status_code == 200, reply.text
+        told = reply.json()["for_size"]
+        if frames:
+            assert told["pixel_shape"][1] == query["frames"]
+        shapes.append(told["latent_shape"])
+    return shapes
+
+
+@pytest.mark.parametrize("name", catalogue.TINY)
+def test_big_frames_of_every_family_are_planned_and_say_what_they_need(name: str) -> None:
+    for ranks in (1, 8):
+        spec, client = served(name, ranks=ranks)
+        _, tight = served(name, ranks=ranks, memory_budget_bytes=GIB // 4)
+        for shape in big_latents(client, spec.name, spec):
+            reply = client.post("/plan", json={"shape": shape})
+            assert reply.status_code == 200, reply.text
+            plan = reply.json()["plan"]
+            memory = plan["memory"]
+            assert memory["per_rank_bytes"] > memory["of_which"]["weights"] > 0
+            assert spec.footprint is not None
+            if plan["mode"] != "tile":
+                share = 1 / plan["ranks"] if plan["axis"] in ("height", "width") else 1.0
+                pixels = plan["output"]["height"] * plan["output"]["width"] * share
+                assert spec.operand_per_pixel_first * pixels <= MAX_OPERAND_ELEMENTS
+                assert memory["of_which"]["activations"] > pixels
+            reply = tight.post("/plan", json={"shape": shape})
+            if reply.status_code == 200:
+                assert reply.json()["plan"]["memory"]["per_rank_bytes"] <= GIB // 4
+            else:
+                assert reply.status_code == 422
+                message = reply.json()["error"]["message"]
+                assert "the budget is 0.25 GiB; what would fit: " in message, message
+
+
+@pytest.mark.parametrize("name", catalogue.TINY)
+def test_a_model_tells_everything_that_can_be_derived_from_it(name: str) -> None:
+    spec, client = served(name, ranks=2)
+    told = client.get(f"/v1/models/{spec.name}").json()
+    json.dumps(told)
+    assert told["config"] and "_name_or_path" not in told["config"]
+    assert told["spatial_compression_ratio"] == spec.spatial_ratio == told["pixels_multiple_of"]
+    assert "latents" in told["denormalize"]["formula"]
+    statistics = told["denormalize"]["statistics"]
+    used = [
+        key
+        for key in ("scaling_factor", "latents_mean", "latents_std", "shift_factor")
+        if key in told["denormalize"]["formula"]
+    ]
+    assert used or "bn_running_std" in statistics
+    assert all(key in statistics for key in used), (used, list(statistics))
+    frames = told["frames"]
+    assert (
+        all(spec.output_extents((1, 1, t, 1, 1))[0] == f for t, f in frames["latent_to_pixel"]) or not spec.frame_rule
+    )
+    assert set(told["modes"]) | set(told["unavailable_modes"]) == {
+        "direct", "batch", "tile", "spatial_shard_height", "spatial_shard_width"
+    }  # fmt: skip
+    assert all(told["unavailable_modes"].values()), "a missing mode has a reason"
+    assert told["tiles"]["size_px"] and told["memory"]["weight_bytes"] > 0
+    assert told["parameters_by_dtype"] and told["dtype"] in ("float32", "")
+
+
+def test_sizes_that_nothing_decodes_to_are_refused_with_the_nearest() -> None:
+    spec, client = served("wan-2.1")
+    address = f"/v1/models/{spec.name}"
+    reply = client.get(address, params={"height": 480, "width": 832, "frames": 81, "batch": 2})
+    assert reply.json()["for_size"] == {"latent_shape": [2, 4, 21, 60, 104], "pixel_shape": [2, 81, 480, 832, 3]}
+    for query, param, hint in (
+        ({"height": 481, "width": 832}, "height", "480 or 488"),
+        ({"height": 480, "width": 3}, "width", "the nearest is 8"),
+        ({"height": 480, "width": 832, "frames": 80}, "frames", "77 or 81"),
+        ({"height": 480}, "width", "missing"),
+        ({"height": 480, "width": "wide"}, "width", "whole number"),
+        ({"height": 480, "width": 832, "fps": 16}, "fps", "known ones are"),
+        ({"height": 480, "width": 832, "frames": 10**8}, "frames", "at most"),
+    ):
+        reply = client.get(address, params=query)
+        assert reply.status_code == 422 and reply.json()["error"]["param"] == param, query
+        assert hint in reply.json()["error"]["message"], reply.text
+    still, client = served("autoencoder-kl")
+    reply = client.get(f"/v1/models/{still.name}", params={"height": 64, "width": 64, "frames": 5})
+    assert reply.status_code == 422 and "send several as a batch" in reply.text
