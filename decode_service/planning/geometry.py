@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
 from typing import Any
 
 from decode_service.errors import InvalidRequestError
@@ -139,24 +141,19 @@ def _latent_frames(spec: ModelSpec, frames: int, *, asked: bool) -> int:
     assert rule is not None
     if frames > MAX_FRAMES:
         raise InvalidRequestError(f"frames must be at most {MAX_FRAMES}, got {frames}", param="frames")
-    # Frames grow with latent frames, and no model makes less than one of one, but some make none of the first few.
-    low, high = 1, frames + 64
-    while low < high:
-        middle = (low + high) // 2
-        if (rule.problem(middle) is None and rule.frames(middle) >= frames) or (
-            rule.problem(middle) is not None and middle > 64
-        ):
-            high = middle
-        else:
-            low = middle + 1
-    if rule.problem(low) is None and (rule.frames(low) == frames or not asked):
-        return low
-    near = [t for t in range(max(1, low - 8), low + 9) if rule.problem(t) is None]
-    counts = sorted({rule.frames(t) for t in near})
-    below = [n for n in counts if n < frames][-1:]
-    above = [n for n in counts if n > frames][:1]
+    # Some models take none of the first few numbers, and some only one; what takes 64 takes any larger number.
+    valid: Sequence[int] = [t for t in range(1, 65) if rule.problem(t) is None]
+    if not asked:
+        return valid[0]
+    if valid[-1] == 64 and rule.frames(64) < frames:
+        # No latent frame makes less than one of pixels.
+        valid = range(64, frames + 65)
+    index = bisect.bisect_left(valid, frames, key=rule.frames)
+    if index < len(valid) and rule.frames(valid[index]) == frames:
+        return valid[index]
+    near = [str(rule.frames(t)) for t in valid[max(0, index - 1) : index + 1]]
     raise InvalidRequestError(
-        f"{spec.name} decodes clips of {rule.describe()} frames from T latent frames, so {frames} is not possible; the "
-        f"nearest is {' or '.join(map(str, below + above))}",
+        f"{spec.name} cannot decode to {frames} frames (its rule: {rule.describe()}, T latent frames); the nearest is "
+        f"{' or '.join(near)}",
         param="frames",
     )
