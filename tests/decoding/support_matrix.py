@@ -25,7 +25,7 @@ from decode_service.planning.spec import ModelSpec
 from decode_service.planning.temporal import ClipFrames, FadedFrames, OverlapFrames, SingleFrame
 from tests.decoding import measurements
 from tests.decoding.measurements import ClassMeasurement
-from tests.decoding.tiny_models import TINY, tiny_spec
+from tests.decoding.tiny_models import TINY, tiny_family
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -55,8 +55,11 @@ class Declared:
     """What the code says of one class."""
 
     class_name: str
-    family: type[Family]
-    spec: ModelSpec
+    family: Family
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.family.spec
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -91,15 +94,14 @@ def missing_declarations() -> list[str]:
     for class_name, family in FAMILIES.items():
         if class_name not in TINY:
             problems.append(f"{class_name} has no tiny model in tests/decoding/tiny_models.py")
-        for attribute in ("serves", "denormalizes"):
-            if not getattr(family, attribute, ""):
-                problems.append(f"{family.__name__} does not say `{attribute}` (see Family in families/base.py)")
+        if not getattr(family, "serves", ""):
+            problems.append(f"{family.__name__} does not say what it `serves` (see Family in families/base.py)")
     return problems
 
 
 def declared() -> list[Declared]:
     """Every class, in the order of ``FAMILIES``."""
-    return [Declared(name, family, tiny_spec(name)) for name, family in FAMILIES.items()]
+    return [Declared(name, tiny_family(name)) for name in FAMILIES]
 
 
 def missing_measurements(classes: Iterable[Declared], measured: Measured) -> list[str]:
@@ -140,7 +142,7 @@ def render(classes: list[Declared], measured: Measured) -> str:
             entry.latents,
             entry.time,
             *(cell(entry, mode) for mode in COLUMN_MODES),
-            entry.family.denormalizes,
+            entry.family.denormalization().replace("latents_", "").replace("latents", "z"),
         )
         for entry in classes
     ]

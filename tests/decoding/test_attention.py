@@ -21,16 +21,16 @@ from tests.decoding.harness import latents_of
 
 #: By families whose middle has attention.
 ATTENTIVE = {
-    "autoencoder-kl": 1,
-    "wan-2.1": 2,
-    "qwen-image": 1,
-    "qwen-image-2.1": 1,
-    "flux-2": 1,
-    "asymmetric-autoencoder-kl": 1,
-    "hunyuan-image": 1,
-    "hunyuan-image-refiner": 2,
-    "hunyuan-video": 2,
-    "hunyuan-video-1.5": 2,
+    "AutoencoderKL": 1,
+    "AutoencoderKLWan, 2.1": 2,
+    "AutoencoderKLQwenImage": 1,
+    "AutoencoderKLQwenImage21": 1,
+    "AutoencoderKLFlux2": 1,
+    "AsymmetricAutoencoderKL": 1,
+    "AutoencoderKLHunyuanImage": 1,
+    "AutoencoderKLHunyuanImageRefiner": 2,
+    "AutoencoderKLHunyuanVideo": 2,
+    "AutoencoderKLHunyuanVideo15": 2,
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import diffusers
 import torch
 
-from decode_service.decoding.families import FAMILIES
+from decode_service.decoding.families import FAMILIES, Family
 from decode_service.decoding.families.rae import RAEFamily
 from decode_service.planning.spec import ModelSpec
 from tests.decoding import models
@@ -416,9 +416,14 @@ TINY: dict[str, Callable[[], Any]] = {
 }
 
 
+def tiny_family(class_name: str) -> Family:
+    """The family of the tiny model of ``class_name``."""
+    return FAMILIES[class_name](TINY[class_name](), "tiny")
+
+
 def tiny_spec(class_name: str) -> ModelSpec:
     """What planning is told of the tiny model of ``class_name``."""
-    return FAMILIES[class_name](TINY[class_name](), "tiny").spec
+    return tiny_family(class_name).spec
 
 
 def latent_shape(spec: ModelSpec, *, frames: int = 3, height: int = 7, width: int = 9) -> tuple[int, ...]:

@@ -140,7 +140,7 @@ def test_a_model_tells_everything_that_can_be_derived_from_it(name: str) -> None
 
 
 def test_sizes_that_nothing_decodes_to_are_refused_with_the_nearest() -> None:
-    spec, client = served("wan-2.1")
+    spec, client = served("AutoencoderKLWan, 2.1")
     address = f"/v1/models/{spec.name}"
     reply = client.get(address, params={"height": 480, "width": 832, "frames": 81, "batch": 2})
     assert reply.json()["for_size"] == {"latent_shape": [2, 4, 21, 60, 104], "pixel_shape": [2, 81, 480, 832, 3]}
@@ -156,6 +156,6 @@ def test_sizes_that_nothing_decodes_to_are_refused_with_the_nearest() -> None:
         reply = client.get(address, params=query)
         assert reply.status_code == 422 and reply.json()["error"]["param"] == param, query
         assert hint in reply.json()["error"]["message"], reply.text
-    still, client = served("autoencoder-kl")
+    still, client = served("AutoencoderKL")
     reply = client.get(f"/v1/models/{still.name}", params={"height": 64, "width": 64, "frames": 5})
     assert reply.status_code == 422 and "send several as a batch" in reply.text

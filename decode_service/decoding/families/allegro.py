@@ -32,7 +32,6 @@ class AllegroFamily(Family):
 
     class_names = ("AutoencoderKLAllegro",)
     serves = "Allegro"
-    denormalizes = "z / scaling_factor"
 
     @property
     def blocks(self) -> OverlapFrames:

@@ -18,7 +18,6 @@ class AsymmetricAutoencoderKLFamily(ImageFamily):
 
     class_names = ("AsymmetricAutoencoderKL",)
     serves = "Stable Diffusion inpainting, without a mask"
-    denormalizes = "z / scaling_factor"
     tile_geometry = "ours, by the rule of AutoencoderKL"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:

@@ -30,7 +30,6 @@ class AutoencoderDCFamily(ImageFamily):
 
     class_names = ("AutoencoderDC",)
     serves = "Sana, Sana-Sprint, PRX, DC-AE for ImageNet"
-    denormalizes = "z / scaling_factor"
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         super().__init__(vae, name, tiles)

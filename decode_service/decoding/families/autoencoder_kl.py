@@ -19,7 +19,6 @@ class AutoencoderKLFamily(ImageFamily):
 
     class_names = ("AutoencoderKL",)
     serves = "SD 1 to 3, SDXL, FLUX.1, Z-Image"
-    denormalizes = "z / scaling_factor + shift_factor, or z * std / scaling_factor + mean"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

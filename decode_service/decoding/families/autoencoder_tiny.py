@@ -18,7 +18,6 @@ class AutoencoderTinyFamily(ImageFamily):
 
     class_names = ("AutoencoderTiny",)
     serves = "TAESD, TAESDXL, TAEF1 previews"
-    denormalizes = "z / scaling_factor + shift_factor"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

@@ -39,7 +39,6 @@ class Family(ABC):
     Attributes:
         class_names: diffusers classes that the family decodes.
         serves: the models that people know it by.
-        denormalizes: ``denormalize`` in a line, of ``z`` and what the model's config calls its statistics.
         tile_geometry: whose tiles its tiles are, where they are not those of diffusers for the class.
         compiles: whether the decoder can be compiled; where it cannot, it runs eagerly whatever the settings say.
         eager_reason: why not, for people.
@@ -50,7 +49,6 @@ class Family(ABC):
 
     class_names: ClassVar[tuple[str, ...]]
     serves: ClassVar[str]
-    denormalizes: ClassVar[str]
     tile_geometry: ClassVar[str] = "diffusers"
     compiles: ClassVar[bool] = True
     eager_reason: ClassVar[str] = "this family's decoder keeps state that torch.compile cannot follow; it runs eagerly"

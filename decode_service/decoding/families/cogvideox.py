@@ -25,7 +25,6 @@ class CogVideoXFamily(PassesFamily):
 
     class_names = ("AutoencoderKLCogVideoX",)
     serves = "CogVideoX"
-    denormalizes = "z / scaling_factor"
 
     @property
     def frame_rule(self) -> RemainderFirstFrames:

@@ -39,7 +39,6 @@ class CosmosFamily(PassesFamily):
 
     class_names = ("AutoencoderKLCosmos",)
     serves = "Cosmos 1.0"
-    denormalizes = "z * std / sigma_data + mean"
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         super().__init__(vae, name, tiles)
@@ -92,6 +91,11 @@ class CosmosFamily(PassesFamily):
     def _statistics(self, name: str) -> torch.Tensor:
         """(1,C,T,1,1): every channel has them for each of the first frames, 16 in the released models, or once for all."""
         return torch.tensor(self.config[name]).view(1, self.config["latent_channels"], -1, 1, 1)
+
+    def denormalization(self) -> str:
+        if not self._has_statistics:
+            return f"latents / {SIGMA_DATA}"
+        return f"latents * latents_std / {SIGMA_DATA} + latents_mean, per channel and frame"
 
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By the rule of CosmosTextToWorldPipeline and CosmosVideoToWorldPipeline, with ``SIGMA_DATA``."""

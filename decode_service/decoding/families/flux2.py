@@ -23,7 +23,6 @@ class Flux2Family(ImageFamily):
 
     class_names = ("AutoencoderKLFlux2",)
     serves = "FLUX.2"
-    denormalizes = "z * std + mean, over packed channels"
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         super().__init__(vae, name, tiles)

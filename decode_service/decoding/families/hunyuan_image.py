@@ -18,7 +18,6 @@ class HunyuanImageFamily(ImageFamily):
 
     class_names = ("AutoencoderKLHunyuanImage",)
     serves = "HunyuanImage"
-    denormalizes = "z / scaling_factor"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

@@ -26,7 +26,6 @@ class HunyuanImageRefinerFamily(ImageFamily):
 
     class_names = ("AutoencoderKLHunyuanImageRefiner",)
     serves = "HunyuanImage's refiner"
-    denormalizes = "z / scaling_factor"
     tile_geometry = "diffusers' size, AutoencoderKL's loop"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:

@@ -41,7 +41,6 @@ class HunyuanVideoFamily(WholeClipFamily):
 
     class_names = ("AutoencoderKLHunyuanVideo",)
     serves = "HunyuanVideo, SkyReels, FramePack"
-    denormalizes = "z / scaling_factor"
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         super().__init__(vae, name, tiles)

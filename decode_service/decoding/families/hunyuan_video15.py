@@ -27,7 +27,6 @@ class HunyuanVideo15Family(WholeClipFamily):
 
     class_names = ("AutoencoderKLHunyuanVideo15",)
     serves = "HunyuanVideo 1.5"
-    denormalizes = "z / scaling_factor"
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         super().__init__(vae, name, tiles)

@@ -21,7 +21,6 @@ class KVAEFamily(ImageFamily):
 
     class_names = ("AutoencoderKLKVAE",)
     serves = "KVAE 1.0"
-    denormalizes = "z"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config
@@ -43,6 +42,9 @@ class KVAEFamily(ImageFamily):
             chunked=False,
             operand_per_pixel_first=widest_stage(widths),
         )
+
+    def denormalization(self) -> str:
+        return "latents"
 
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """Nothing: the config has neither a factor nor statistics, and ``vae.decode`` takes what ``vae.encode`` gives."""

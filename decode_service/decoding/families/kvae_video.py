@@ -31,7 +31,6 @@ class KVAEVideoFamily(PassesFamily):
 
     class_names = ("AutoencoderKLKVAEVideo",)
     serves = "KVAE 1.0 for videos"
-    denormalizes = "z"
 
     @property
     def frame_rule(self) -> SegmentFrames:
@@ -77,6 +76,9 @@ class KVAEVideoFamily(PassesFamily):
             operand_per_pixel_first=width,
             pass_frames=rule.first,
         )
+
+    def denormalization(self) -> str:
+        return "latents"
 
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """Nothing: the config has neither a factor nor statistics, and ``vae.decode`` takes what ``vae.encode`` gives."""

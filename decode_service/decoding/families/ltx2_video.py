@@ -23,7 +23,6 @@ class LTX2VideoFamily(LTXVideoFamily):
 
     class_names = ("AutoencoderKLLTX2Video",)
     serves = "LTX-2"
-    denormalizes = "z * std / scaling_factor + mean"
     family_name = "ltx-2-video"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:

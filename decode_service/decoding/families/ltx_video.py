@@ -27,7 +27,6 @@ class LTXVideoFamily(WholeClipFamily):
 
     class_names = ("AutoencoderKLLTXVideo",)
     serves = "LTX-Video"
-    denormalizes = "z * std / scaling_factor + mean"
     family_name = "ltx-video"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:

@@ -25,7 +25,6 @@ class MagvitFamily(PassesFamily):
 
     class_names = ("AutoencoderKLMagvit",)
     serves = "EasyAnimate"
-    denormalizes = "z / scaling_factor"
     compiles = False
 
     @property

@@ -30,7 +30,6 @@ class MiniMaxH3Family(MeanStdFamily):
 
     class_names = ("AutoencoderKLMiniMaxH3",)
     serves = "MiniMax-H3"
-    denormalizes = "z * std + mean"
 
     @property
     def clips(self) -> ClipFrames:

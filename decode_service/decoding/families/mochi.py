@@ -30,7 +30,6 @@ class MochiFamily(PassesFamily):
 
     class_names = ("AutoencoderKLMochi",)
     serves = "Mochi"
-    denormalizes = "z * std / scaling_factor + mean"
     compiles = False
 
     @property

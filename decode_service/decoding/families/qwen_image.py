@@ -20,7 +20,6 @@ class QwenImageFamily(CausalFamily):
 
     class_names = ("AutoencoderKLQwenImage",)
     serves = "Qwen-Image, Krea 2, Qwen-Image-Layered"
-    denormalizes = "z / (1 / std) + mean"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

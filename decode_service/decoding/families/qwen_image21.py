@@ -21,7 +21,6 @@ class QwenImage21Family(CausalFamily):
 
     class_names = ("AutoencoderKLQwenImage21",)
     serves = "Qwen-Image 2.1, with alpha"
-    denormalizes = "z * std + mean"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

@@ -34,7 +34,6 @@ class RAEFamily(Family):
 
     class_names = ("AutoencoderRAE",)
     serves = "RAE, of one size"
-    denormalizes = "z"
 
     @classmethod
     def building(cls) -> AbstractContextManager[None]:
@@ -77,6 +76,9 @@ class RAEFamily(Family):
             ),
             fixed_cells=cells,
         )
+
+    def denormalization(self) -> str:
+        return "latents"
 
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """Nothing: ``vae.decode`` itself undoes the factor and the statistics of the latents, and so does ``decode``."""

@@ -27,7 +27,6 @@ class TemporalDecoderFamily(PassesFamily):
 
     class_names = ("AutoencoderKLTemporalDecoder",)
     serves = "Stable Video Diffusion"
-    denormalizes = "z / scaling_factor"
     tile_geometry = "ours"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:

@@ -37,7 +37,6 @@ class VidTokFamily(PassesFamily):
 
     class_names = ("AutoencoderVidTok",)
     serves = "VidTok, causal or not, continuous or quantized"
-    denormalizes = "not possible: it has no statistics"
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         super().__init__(vae, name, tiles)
@@ -81,6 +80,9 @@ class VidTokFamily(PassesFamily):
             pass_frames=0 if causal else WHOLE_CLIP,
             no_denormalize_reason="its config has no statistics, and no pipeline normalizes its latents",
         )
+
+    def denormalization(self) -> str:
+        return f"not possible: {self.spec.no_denormalize_reason}"
 
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"cannot denormalize: {self.spec.no_denormalize_reason}")

@@ -17,7 +17,6 @@ class WanFamily(CausalFamily):
 
     class_names = ("AutoencoderKLWan",)
     serves = "Wan 2.1 and 2.2 A14B (16 channels), 2.2 5B (48), Sana-Video"
-    denormalizes = "z / (1 / std) + mean"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config
