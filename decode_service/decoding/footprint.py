@@ -218,7 +218,7 @@ def _activations(family: Family, axis: str | None) -> Activations:
 def _peak(family: Family, frames: int, chunk: int, axis: str | None) -> tuple[float, float]:
     """Bytes per output pixel of one frame, at the peak and between passes, of a clip of ``frames`` latent frames."""
     spec = family.spec
-    height = width = _tile_cells(spec)
+    height = width = _measured_cells(spec)
     latents = torch.empty((1, spec.latent_channels, frames, height, width), dtype=family.dtype(), device="meta")
     memory = LiveMemory()
     memory.know([*family.vae.parameters(), *family.vae.buffers()])
@@ -250,6 +250,9 @@ def _peak(family: Family, frames: int, chunk: int, axis: str | None) -> tuple[fl
     return memory.peak / area, (between / area if frames > 1 and not spec.pass_frames else 0.0)
 
 
-def _tile_cells(spec: ModelSpec) -> int:
+def _measured_cells(spec: ModelSpec) -> int:
+    """Latent rows, and as many columns, of the frame that is measured."""
+    if spec.fixed_cells:
+        return spec.fixed_cells
     size = getattr(spec.tiles, "size_px", 0)
     return max(1, size // spec.spatial_ratio) if spec.tile_only else _CELLS

@@ -32,9 +32,11 @@ def describe_frames(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def describe_tiles(spec: ModelSpec) -> dict[str, Any]:
-    """Tile geometry in pixels, and whether ``policy.tile`` may change it."""
+def describe_tiles(spec: ModelSpec) -> dict[str, Any] | None:
+    """Tile geometry in pixels, and whether ``policy.tile`` may change it; None where the model has no tile mode."""
     tiles = spec.tiles
+    if tiles is None:
+        return None
     if isinstance(tiles, StrideTiles):
         shown: dict[str, Any] = {"size_px": [tiles.size_px] * 2, "stride_px": [tiles.stride_px] * 2}
     elif isinstance(tiles, RectangleTiles):
@@ -56,6 +58,8 @@ def missing_modes(spec: ModelSpec, ranks: int) -> dict[str, str]:
             continue
         if spec.tile_only:
             reasons[mode] = f"the model decodes by its own tiles only: {spec.no_exact_axes_reason}"
+        elif mode == "tile":
+            reasons[mode] = spec.no_tiles_reason
         elif ranks < 2:
             reasons[mode] = "the group has one rank"
         else:
@@ -80,7 +84,8 @@ def describe_geometry(spec: ModelSpec, ranks: int) -> dict[str, Any]:
     return {
         "frames": describe_frames(spec),
         "pixels_multiple_of": spec.spatial_ratio,
-        "min_latent_extent": spec.min_cells,
+        "min_latent_extent": spec.fixed_cells or spec.min_cells,
+        "max_latent_extent": spec.fixed_cells or None,
         "tiles": describe_tiles(spec),
         "unavailable_modes": missing_modes(spec, ranks),
         "widest_operand": {
@@ -107,6 +112,12 @@ def latents_for(
     cells = []
     for name, pixels in (("height", height), ("width", width)):
         ratio, least = spec.spatial_ratio, spec.min_cells * spec.spatial_ratio
+        if spec.fixed_cells and pixels != spec.fixed_cells * ratio:
+            raise InvalidRequestError(
+                f"{spec.name} decodes to one size, {spec.fixed_cells * ratio} x {spec.fixed_cells * ratio} pixels, so {name} "
+                f"{pixels} is not possible",
+                param=name,
+            )
         below, above = max(least, pixels // ratio * ratio), max(least, -(-pixels // ratio) * ratio)
         if pixels % ratio or pixels < least:
             nearest = f"{below} or {above}" if below != above else f"{above}"

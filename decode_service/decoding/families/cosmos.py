@@ -92,10 +92,16 @@ class CosmosFamily(PassesFamily):
         """(1,C,T,1,1): every channel has them for each of the first frames, 16 in the released models, or once for all."""
         return torch.tensor(self.config[name]).view(1, self.config["latent_channels"], -1, 1, 1)
 
+    def statistics(self) -> dict[str, Any]:
+        """With the scheduler's ``sigma_data``; the config's ``scaling_factor`` is used by no pipeline."""
+        found = super().statistics()
+        found.pop("scaling_factor", None)
+        return {**found, "sigma_data": SIGMA_DATA}
+
     def denormalization(self) -> str:
         if not self._has_statistics:
-            return f"latents / {SIGMA_DATA}"
-        return f"latents * latents_std / {SIGMA_DATA} + latents_mean, per channel and frame"
+            return "latents / sigma_data"
+        return "latents * latents_std / sigma_data + latents_mean, per channel and frame"
 
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By the rule of CosmosTextToWorldPipeline and CosmosVideoToWorldPipeline, with ``SIGMA_DATA``."""

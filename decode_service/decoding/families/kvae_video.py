@@ -56,8 +56,8 @@ class KVAEVideoFamily(PassesFamily):
             later=math.ceil(SEGMENT_FRAMES / compression),
             ratio=2**doublings,
         )
-        # The widest operand is an activation of all frames of a segment; convolutions see their cached frames in a call of
-        # their own. No segment has more frames than a first one.
+        # The widest operand is the input of a convolution: an activation of all frames of a segment, and of a first one two
+        # frames that go before it. No segment has more frames than a first one.
         width = widest_stage(widths)
         return ModelSpec(
             name=name,
@@ -73,7 +73,7 @@ class KVAEVideoFamily(PassesFamily):
             tiles=stride_tiles(tiles, ratio, "AutoencoderKLKVAEVideo"),
             chunked=False,
             operand_per_pixel=rule.ratio * width,
-            operand_per_pixel_first=width,
+            operand_per_pixel_first=3 * width,
             pass_frames=rule.first,
         )
 
