@@ -186,7 +186,7 @@ class SegmentFrames:
 
     def _ends_early(self, latent_frames: int) -> bool:
         beyond = latent_frames - self.first
-        return beyond > 0 and (beyond == 1 or beyond % self.later == 1)
+        return beyond > 0 and beyond % self.later == 1
 
     def problem(self, latent_frames: int) -> str | None:
         return None if latent_frames >= 1 else "at least one latent frame is needed"

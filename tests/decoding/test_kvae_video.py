@@ -24,11 +24,11 @@ def reference(vae: Any, latents: torch.Tensor) -> torch.Tensor:
         return vae.decode(latents).sample
 
 
-@pytest.mark.parametrize("frames", [1, 2, 6, 11])
-def test_exact_modes_give_the_video_of_diffusers(frames: int) -> None:
+@pytest.mark.parametrize(("frames", "ranks"), [(1, (2, 3)), (2, (2, 3)), (6, (2, 3)), (11, (3,))])
+def test_exact_modes_give_the_video_of_diffusers(frames: int, ranks: tuple[int, ...]) -> None:
     """One frame, a part of the first segment, a second one of one frame, and a third one of two."""
     vae, latents = model(), latents_of((1, 4, frames, 4, 5))
-    check_exact_modes(vae, latents, reference(vae, latents))
+    check_exact_modes(vae, latents, reference(vae, latents), ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,11 @@ def test_exact_modes_do_so_at_other_compressions(config: dict[str, Any]) -> None
     check_exact_modes(vae, latents, reference(vae, latents), ranks=(2,))
 
 
-@pytest.mark.parametrize(("compression", "levels"), [(1, 1), (2, 2), (4, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize(("compression", "levels"), [(1, 1), (2, 1), (4, 1), (8, 3)])
 def test_frames_are_those_of_diffusers_at_any_compression(compression: int, levels: int) -> None:
     vae = model(temporal_compress_times=compression, ch_mult=(1,) * (levels + 1), num_res_blocks=0)
     rule = KVAEVideoFamily(vae, "tiny").frame_rule
-    ends = (rule.first, rule.first + rule.later)
-    for frames in sorted({1, 2, *(end + more for end in ends for more in (0, 1, 2))}):
+    for frames in sorted({1, 2, rule.first, rule.first + 1, rule.first + 2, rule.first + rule.later + 1}):
         chunks = rule.chunks(frames)
         assert [t for start, stop in chunks for t in range(start, stop)] == list(range(frames))
         # A channel's statistics need two values, and more cells would only cost time.
@@ -78,14 +77,14 @@ def test_the_chunk_length_is_the_models_own() -> None:
 
 def test_tiles_are_undivided_decodes_of_their_part() -> None:
     """``enable_tiling`` of diffusers changes nothing for this class, so its AutoencoderKL's loop is compared with."""
-    vae, latents = model(), latents_of((1, 4, 2, 9, 7))
+    vae, latents = model(), latents_of((1, 4, 3, 9, 6))
     undivided = reference(vae, latents)
     vae.enable_tiling()
     assert torch.equal(reference(vae, latents), undivided), "diffusers tiles it now: compare with that"
     vae.disable_tiling()
-    assert undivided.shape == (1, 3, 5, 36, 28)
+    assert undivided.shape == (1, 3, 9, 36, 24)
     flat = tiled(lambda part: reference(vae, part), latents, tile_px=32, overlap=0.25, ratio=4)
-    check_tiles(vae, latents, flat.flatten(1, 2).unflatten(1, (3, 5)), tiles=StrideTiles(32, 24), ranks=(1, 2))
+    check_tiles(vae, latents, flat.flatten(1, 2).unflatten(1, (3, 9)), tiles=StrideTiles(32, 24), ranks=(1, 2))
     assert not make_plan(
         KVAEVideoFamily(vae, "tiny").spec, (1, 4, 2, 9, 99), group_size=1, policy=Policy(), mode="tile"
     ).exact
