@@ -104,7 +104,7 @@ class LiveMemory(TorchDispatchMode):
         self._known[storage] = False
         nbytes = storage.nbytes()
         self.live += nbytes
-        weakref.finalize(storage, self._released, nbytes)
+        weakref.finalize(storage, self._released, nbytes).atexit = False
 
     def _released(self, nbytes: int) -> None:
         self.live -= nbytes

@@ -105,6 +105,27 @@ def test_the_mode_covers_what_calls_attention_by_itself(monkeypatch: pytest.Monk
     assert not isinstance(query_blocks((1, 4, 1, 90, 90)), QueryBlocks), "small decodes are spared the mode"
 
 
+def test_the_compiler_sees_the_blocks_and_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "MAX_SCORES", 500)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+    blocks = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        blocks.append(sum("scaled_dot_product" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    x = latents_of((1, 1, 63, 4))
+    expected = attend(x)
+    compiled = torch.compile(attend, fullgraph=True, backend=count)
+    with torch.inference_mode(), QueryBlocks():
+        actual = compiled(x)
+    assert blocks == [9], "7 rows of 63 scores each are within 500"
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
+
+
 def test_the_older_processor_which_multiplies_matrices_is_replaced_by_the_same_function() -> None:
     vae = models.autoencoder_kl().eval().requires_grad_(False)
     attend = vae.decoder.mid_block.attentions[0]
