@@ -180,7 +180,7 @@ def _load_pretrained(location: str, source: ModelSource, dtype: torch.dtype, *, 
         raise ConfigError(_explain_missing(location, subfolder, error)) from error
     cls = _vae_class(_class_name(config, source, where), where, config)
     try:
-        with FAMILIES[cls.__name__].building():
+        with family_class(cls.__name__).building():
             return cls.from_pretrained(location, torch_dtype=dtype, use_safetensors=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot load {cls.__name__} from {where}: {error}") from error
@@ -205,7 +205,7 @@ def _load_single_file(path: Path, source: ModelSource, dtype: torch.dtype) -> nn
         config = json.loads(sidecar.read_text())
         cls = _vae_class(_class_name(config, source, str(sidecar)), str(sidecar), config)
         state = load_file(str(path))
-        with FAMILIES[cls.__name__].building():
+        with family_class(cls.__name__).building():
             model: nn.Module = cls.from_config(config)
         decoder = {key for key in model.state_dict() if key.startswith("decoder.")}
         # Original checkpoints have a decoder, too, but by other names.
