@@ -145,7 +145,7 @@ def test_the_released_configuration_and_its_limits() -> None:
         spec = KVAEVideoFamily(diffusers.AutoencoderKLKVAEVideo(), "kvae").spec
     assert (spec.latent_channels, spec.output_channels, spec.spatial_ratio) == (16, 3, 8)
     assert spec.frame_rule == SegmentFrames(first=5, later=4, ratio=4)
-    assert (spec.operand_per_pixel_first, spec.operand_per_pixel, spec.pass_frames) == (256, 1024, 5)
+    assert (spec.operand_per_pixel_first, spec.operand_per_pixel, spec.pass_frames) == (768, 896, 5)
     # 17 frames of 256 channels: 480 x 832 is 1.7e9 elements, 720 x 1280 is 4.0e9 and fits a rank only by tiles or bands.
     assert make_plan(spec, (1, 16, 31, 60, 104), group_size=1, policy=Policy()).mode == "direct"
     alone = make_plan(spec, (1, 16, 31, 90, 160), group_size=1, policy=Policy())

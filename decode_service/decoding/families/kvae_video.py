@@ -56,9 +56,11 @@ class KVAEVideoFamily(PassesFamily):
             later=math.ceil(SEGMENT_FRAMES / compression),
             ratio=2**doublings,
         )
-        # The widest operand is the input of a convolution: an activation of all frames of a segment, and of a first one two
-        # frames that go before it. No segment has more frames than a first one.
+        # The widest operand is an activation of all frames of a segment, none of which has more than a first one; of one frame
+        # it is the input of a convolution, which puts two frames before it. Segments in between are bounded by a line.
         width = widest_stage(widths)
+        whole = width * (1 + rule.ratio * (rule.first - 1))
+        later = math.ceil((whole - 3 * width) / (rule.first - 1)) if rule.first > 1 else 0
         return ModelSpec(
             name=name,
             family="kvae-video",
@@ -72,7 +74,7 @@ class KVAEVideoFamily(PassesFamily):
             exact_axes=("height", "width"),
             tiles=stride_tiles(tiles, ratio, "AutoencoderKLKVAEVideo"),
             chunked=False,
-            operand_per_pixel=rule.ratio * width,
+            operand_per_pixel=max(0, later),
             operand_per_pixel_first=3 * width,
             pass_frames=rule.first,
         )
