@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from decode_service.decoding.rewrites import DecoderStructure
 from decode_service.errors import ConfigError
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.spec import ModelSpec, StrideTiles
@@ -33,12 +34,14 @@ class Family(ABC):
 
     Attributes:
         class_names: diffusers classes that the family decodes.
+        structure: the parts of its decoder that exact rewrites may stand in for.
         compiles: whether the decoder can be compiled; where it cannot, it runs eagerly whatever the settings say.
         spec: what planning knows of the model.
         call_decoder: ``vae.decoder``, or a compiled form of it.
     """
 
     class_names: ClassVar[tuple[str, ...]]
+    structure: ClassVar[DecoderStructure] = DecoderStructure()
     compiles: ClassVar[bool] = True
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:

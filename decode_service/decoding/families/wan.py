@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
+from diffusers.models.autoencoders import autoencoder_kl_wan as wan
+
 from decode_service.decoding.families.base import stride_tiles
-from decode_service.decoding.families.causal import CausalFamily
+from decode_service.decoding.families.causal import CausalFamily, zero_padded
+from decode_service.decoding.rewrites import Activation, CausalConvolution, DecoderStructure
 from decode_service.planning.spec import ModelSpec, StrideTiles
 from decode_service.planning.temporal import CausalFrames
 
@@ -16,6 +19,12 @@ class WanFamily(CausalFamily):
     """``AutoencoderKLWan`` in both of its forms."""
 
     class_names = ("AutoencoderKLWan",)
+    structure = DecoderStructure(
+        causal_convolutions=(CausalConvolution(wan.WanCausalConv3d, "zeros", zero_padded, takes_cache=True),),
+        rms_norms=(wan.WanRMS_norm,),
+        activations=(Activation(wan.WanResidualBlock, "nonlinearity"), Activation(wan.WanDecoder3d, "nonlinearity")),
+        duplications=(wan.DupUp3D,),
+    )
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config
