@@ -36,9 +36,9 @@ def dense_conv3d(
         batch, channels, frames, height, width = x_BCTHW.shape
         slow = batch == 1 and channels * frames * height <= _SLOW_UP_TO
         worth_it = channels * frames * height * width > _TINY and weight_OCTHW.shape[-1] > 1
-        if slow and worth_it and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:  # type: ignore[attr-defined]
-            output: torch.Tensor = torch.mkldnn_convolution(  # type: ignore[attr-defined]
+        if slow and worth_it and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
+            output: torch.Tensor = torch.mkldnn_convolution(
                 x_BCTHW, weight_OCTHW, bias_O, list(padding), list(stride), list(dilation), groups
             )
             return output
-    return F.conv3d(x_BCTHW, weight_OCTHW, bias_O, stride, padding, dilation, groups)  # type: ignore[arg-type]
+    return F.conv3d(x_BCTHW, weight_OCTHW, bias_O, stride, padding, dilation, groups)

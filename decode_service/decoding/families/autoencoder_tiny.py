@@ -6,6 +6,7 @@ import torch
 
 from decode_service.decoding.families.base import stride_tiles
 from decode_service.decoding.families.image import ImageFamily, overlapping_tiles
+from decode_service.decoding.rewrites import DecoderStructure
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.spec import ModelSpec, StrideTiles
 from decode_service.planning.tiles import TileSpan
@@ -17,6 +18,7 @@ class AutoencoderTinyFamily(ImageFamily):
     """``AutoencoderTiny``: convolutions only. Its decoder bounds latents by 3 tanh(z / 3) and returns about [-1, 1]."""
 
     class_names = ("AutoencoderTiny",)
+    structure = DecoderStructure(channels_last=True)
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

@@ -19,7 +19,8 @@ from decode_service.planning.tiles import TileSpan
 
 #: Decoders of diffusers' general residual blocks.
 RESNET_BLOCKS = DecoderStructure(
-    activations=(Activation(ResnetBlock2D, "nonlinearity"), Activation(Decoder, "conv_act"))
+    channels_last=True,
+    activations=(Activation(ResnetBlock2D, "nonlinearity"), Activation(Decoder, "conv_act")),
 )
 
 

@@ -20,6 +20,7 @@ class QwenImageFamily(CausalFamily):
 
     class_names = ("AutoencoderKLQwenImage",)
     structure = DecoderStructure(
+        channels_last=True,
         causal_convolutions=(CausalConvolution(qwen.QwenImageCausalConv3d, "zeros", zero_padded, takes_cache=True),),
         rms_norms=(qwen.QwenImageRMS_norm,),
         activations=(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from diffusers.models.autoencoders import autoencoder_kl_wan as wan
 
 from decode_service.decoding.families.base import stride_tiles
@@ -20,6 +19,7 @@ class WanFamily(CausalFamily):
 
     class_names = ("AutoencoderKLWan",)
     structure = DecoderStructure(
+        channels_last=True,
         causal_convolutions=(CausalConvolution(wan.WanCausalConv3d, "zeros", zero_padded, takes_cache=True),),
         rms_norms=(wan.WanRMS_norm,),
         activations=(Activation(wan.WanResidualBlock, "nonlinearity"), Activation(wan.WanDecoder3d, "nonlinearity")),

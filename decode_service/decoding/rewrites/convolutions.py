@@ -23,10 +23,12 @@ class OneFrameConvolution:
     kernel's sum over time does. A kernel of three frames needs a third of the arithmetic.
     """
 
-    _one_frame: tuple[torch.Tensor, SpatialPadding, nn.Conv3d]
+    # The 2-D weight is None where the convolution's own is one.
+    _one_frame: tuple[torch.Tensor | None, SpatialPadding, nn.Conv2d | nn.Conv3d]
 
     def forward(self, x_BCTHW: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        weight, padding, conv = self._one_frame
+        prepared, padding, conv = self._one_frame
+        weight = conv.weight if prepared is None else prepared
         cached = any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))
         # Another dtype: the model is cast up for this decode, and its own weights say it better.
         if x_BCTHW.shape[2] != 1 or cached or x_BCTHW.dtype != weight.dtype:
@@ -37,20 +39,23 @@ class OneFrameConvolution:
         if not padding.by_convolution:
             x_BCHW = F.pad(x_BCHW, (padding.left, padding.right, padding.top, padding.bottom), mode=padding.mode)
             own = (0, 0)
-        y_BCHW = F.conv2d(x_BCHW, weight, conv.bias, conv.stride[1:], own, conv.dilation[1:], conv.groups)  # type: ignore[arg-type]
+        y_BCHW = F.conv2d(x_BCHW, weight, conv.bias, conv.stride[-2:], own, conv.dilation[-2:], conv.groups)
         return y_BCHW.unsqueeze(2)
 
 
 def one_frame_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[Site]:
     for module, kind in _causal_convolutions(decoder, structure):
-        conv = kind.conv3d(module)
+        conv = kind.conv(module)
         if conv.stride[0] != 1:
             continue
-        if kind.front == "zeros":
-            weight = conv.weight[:, :, -1]
-        else:
-            weight = conv.weight.float().sum(2).to(conv.weight.dtype)
-        weight = weight.detach().clone(memory_format=torch.contiguous_format).contiguous(memory_format=torch.channels_last)
+        weight: torch.Tensor | None = None
+        if isinstance(conv, nn.Conv3d):
+            # Copied: a slice of the 3-D weight would be put in order again at every call.
+            if kind.front == "zeros":
+                weight = conv.weight.detach()[:, :, -1]
+            else:
+                weight = conv.weight.detach().sum(2, dtype=torch.float32).to(conv.weight.dtype)
+            weight = weight.clone(memory_format=torch.channels_last)
         calls = [_call(conv, frames=1)]
         yield ClassSite(module, OneFrameConvolution, calls, {"_one_frame": (weight, kind.padding(module), conv)})
 
@@ -84,14 +89,14 @@ class CausalInput:
 
 def causal_input_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[Site]:
     for module, kind in _causal_convolutions(decoder, structure):
-        padding = kind.padding(module)
-        fits = kind.takes_cache and not kind.convolution and kind.front == "zeros" and padding.by_convolution
-        conv = kind.conv3d(module)
+        conv, padding = kind.conv(module), kind.padding(module)
+        fits = kind.takes_cache and conv is module and kind.front == "zeros" and padding.by_convolution
         if not fits or conv.stride[0] != 1:
             continue
-        calls = [_call(conv, frames=1), _call(conv, frames=2)]
+        calls = [_call(conv, frames=1)]
         if conv.kernel_size[0] > 1:
-            calls += [_call(conv, frames=frames, cached=cached) for frames, cached in ((1, 1), (1, 2), (4, 2))]
+            # Caches of the first pass hold one frame, later ones as many as the kernel reaches back.
+            calls += [_call(conv, frames=1, cached=1), _call(conv, frames=2, cached=conv.kernel_size[0] - 1)]
         yield ClassSite(module, CausalInput, calls, {"_causal_input": padding})
 
 
@@ -105,11 +110,11 @@ def _causal_convolutions(
 
 
 def _call(
-    conv: nn.Conv3d, *, frames: int, cached: int = 0
+    conv: nn.Conv2d | nn.Conv3d, *, frames: int, cached: int = 0
 ) -> Callable[[nn.Module, torch.Generator], torch.Tensor]:
     def call(module: nn.Module, generator: torch.Generator) -> torch.Tensor:
-        x = random_input(conv, (1, conv.in_channels, frames, 5, 6), generator)
-        arguments = (random_input(conv, (1, conv.in_channels, cached, 5, 6), generator),) if cached else ()
+        x = random_input(conv, (1, conv.in_channels, frames, 3, 4), generator)
+        arguments = (random_input(conv, (1, conv.in_channels, cached, 3, 4), generator),) if cached else ()
         output: torch.Tensor = module(x, *arguments)
         return output
 

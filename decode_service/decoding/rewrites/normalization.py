@@ -33,9 +33,7 @@ class InPlaceSiLU:
 def norm_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[Site]:
     for module in decoder.modules():
         if isinstance(module, structure.rms_norms) and _is_plain(module):
-            # gamma has one dimension per dimension of the input after the batch.
-            shape = (1, module.gamma.shape[0], *(2, 5, 6)[4 - module.gamma.dim() :])  # type: ignore[operator, union-attr]
-            yield ClassSite(module, PixelRMSNorm, [_NormCall(shape)])
+            yield ClassSite(module, PixelRMSNorm, [_normalize])
         for activation in structure.activations:
             silu = getattr(module, activation.attribute, None) if isinstance(module, activation.module) else None
             if type(silu) is nn.SiLU:
@@ -46,16 +44,14 @@ def _is_plain(norm: Any) -> bool:
     return bool(norm.channel_first) and not isinstance(norm.bias, torch.Tensor) and not norm.bias
 
 
-class _NormCall:
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self._shape = shape
-
-    def __call__(self, module: nn.Module, generator: torch.Generator) -> torch.Tensor:
-        x = random_input(module, self._shape, generator)
-        # A position whose channels are all zero has no direction: the norm leaves it zero.
-        x[..., 0] = 0
-        output: torch.Tensor = module(x)
-        return output
+def _normalize(module: Any, generator: torch.Generator) -> torch.Tensor:
+    # gamma has one dimension for every dimension of the input after the batch.
+    shape = (1, module.gamma.shape[0], *(2, 5, 6)[4 - module.gamma.dim() :])
+    x = random_input(module, shape, generator)
+    # A position whose channels are all zero has no direction: the norm leaves it zero.
+    x[..., 0] = 0
+    output: torch.Tensor = module(x)
+    return output
 
 
 def _activate(module: nn.Module, generator: torch.Generator) -> torch.Tensor:

@@ -33,7 +33,8 @@ class CausalConvolution:
         module: its class.
         front: what stands before the first frame: ``zeros``, or the first frame again (``repeat``).
         padding: how the module pads in space, whether by itself or by its convolution.
-        convolution: the attribute that holds its Conv3d; empty where the module is one.
+        convolution: the attribute that holds its convolution, 3-D or (for single frames only) 2-D; empty where the module is
+            one itself.
         takes_cache: whether ``forward(x, cache)`` takes the frames before ``x``; without, they are what ``front`` says.
     """
 
@@ -43,9 +44,10 @@ class CausalConvolution:
     convolution: str = ""
     takes_cache: bool = False
 
-    def conv3d(self, module: nn.Module) -> nn.Conv3d:
+    def conv(self, module: nn.Module) -> nn.Conv2d | nn.Conv3d:
+        """The convolution of ``module``."""
         convolution = module.get_submodule(self.convolution)
-        assert isinstance(convolution, nn.Conv3d)
+        assert isinstance(convolution, (nn.Conv2d, nn.Conv3d))
         return convolution
 
 
@@ -71,9 +73,11 @@ class DecoderStructure:
         rms_norms: classes that compute ``F.normalize(x, dim=1) * scale * gamma + bias``, with these attribute names.
         activations: SiLUs that may write over their input.
         duplications: classes that repeat channels into frames, rows and columns, as Wan's ``DupUp3D``.
+        channels_last: whether its activations can stay channels last from the first convolution to the last.
     """
 
     causal_convolutions: tuple[CausalConvolution, ...] = ()
     rms_norms: tuple[type[nn.Module], ...] = ()
     activations: tuple[Activation, ...] = ()
     duplications: tuple[type[nn.Module], ...] = ()
+    channels_last: bool = False

@@ -30,9 +30,11 @@ def folded(weight_OCHW: torch.Tensor) -> torch.Tensor:
     row i-1 and w1+w2 from row i, and row 2i+1 takes w0+w1 from row i and w2 from row i+1. The sums are those of a
     convolution of the kernel with a 2x2 box, taken in float64.
     """
-    outputs, inputs = weight_OCHW.shape[:2]
-    kernels = weight_OCHW.double().flip(2, 3).transpose(0, 1).reshape(-1, 1, 3, 3)
-    sums = F.conv2d(kernels, kernels.new_ones(1, 1, 2, 2), padding=1).reshape(inputs, outputs, 4, 4)
+    kernels = weight_OCHW.detach().double().flip(2, 3).transpose(0, 1)
+    sums = kernels.new_zeros(*kernels.shape[:2], 4, 4)
+    for row in (0, 1):
+        for column in (0, 1):
+            sums[:, :, row : row + 3, column : column + 3] += kernels
     return sums.to(weight_OCHW.dtype).contiguous(memory_format=torch.channels_last)
 
 
