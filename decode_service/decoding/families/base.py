@@ -1,8 +1,9 @@
 """What a VAE family tells the rest of the service, and the base of the families.
 
 A family owns everything that differs between architectures: how latents are denormalized, in which passes they are
-decoded, how tiles are cut and put together, and what its pixels mean. It runs diffusers' own decoder modules unmodified
-and keeps no state of a request: two decodes interleaved on one model give what each gives alone.
+decoded, how tiles are cut and put together, and what its pixels mean. It runs diffusers' own decoder modules, or exact
+rewrites of them that it only describes (``structure``), and keeps no state of a request: two decodes interleaved on one
+model give what each gives alone.
 """
 
 from __future__ import annotations
