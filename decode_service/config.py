@@ -185,6 +185,31 @@ class CompileConfig(Section):
     enabled: OptionalSwitch = None
 
 
+class RewritesConfig(Section):
+    """Exact rewrites of the decoder's modules: faster, with the same pixels within rounding.
+
+    Each is compared with the modules it stands in for when the model is loaded and left off where it differs;
+    ``/v1/models/{name}`` says which are on.
+
+    Attributes:
+        channels_last: weights and activations with the channels next to each other in memory.
+        causal_input: the input of a causal convolution is put together once, and padded by the convolution.
+        one_frame_conv2d: a causal convolution over one frame with none before it as a 2-D convolution.
+        upsample_conv: nearest upsampling and its convolution as one transposed convolution (on the CPU).
+        norm_activation: RMS norms in one pass over memory, and activations in place (on the CPU).
+    """
+
+    channels_last: Switch = True
+    causal_input: Switch = True
+    one_frame_conv2d: Switch = True
+    upsample_conv: Switch = True
+    norm_activation: Switch = True
+
+    def enabled(self) -> tuple[str, ...]:
+        """The names of those that are on."""
+        return tuple(name for name, on in self.model_dump().items() if on)
+
+
 class WarmupConfig(Section):
     """Latent shapes decoded in the constructor, through the ordinary path, before the service reports ready.
 
@@ -229,6 +254,7 @@ class ServiceConfig(Section):
     group: GroupConfig = GroupConfig()
     policy: PolicyConfig = PolicyConfig()
     compile: CompileConfig = CompileConfig()
+    rewrites: RewritesConfig = RewritesConfig()
     warmup: WarmupConfig = WarmupConfig()
     limits: LimitsConfig = LimitsConfig()
 

@@ -27,6 +27,7 @@ from decode_service.decoding.attention import QueryBlocks
 from decode_service.decoding.communicator import Communicator
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.pixels import convert
+from decode_service.decoding.rewrites import prepared_tensors
 from decode_service.decoding.sharding import AXIS_DIM, ShardedFrame
 from decode_service.planning.bands import split
 from decode_service.planning.memory import Activations, Footprint
@@ -138,7 +139,9 @@ class _Alone(Communicator):
 def with_footprint(family: Family) -> ModelSpec:
     """The spec of a loaded model with its footprint, or without one where its decoder cannot run on shapes alone."""
     parameters = {name: (tuple(x.shape), str(x.dtype)) for name, x in family.vae.state_dict().items()}
-    key = json.dumps([type(family.vae).__name__, family.config, parameters], default=str, sort_keys=True)
+    # Rewrites change the modules' classes, and with them what is alive at a time.
+    classes = [type(module).__name__ for module in family.vae.modules()]
+    key = json.dumps([family.config, parameters, classes], default=str, sort_keys=True)
     if key not in _measured:
         begun = time.perf_counter()
         try:
@@ -160,7 +163,7 @@ def measure(family: Family) -> Footprint:
     """
     shadow = without_data(family)
     spec = shadow.spec
-    tensors = itertools.chain(family.vae.parameters(), family.vae.buffers())
+    tensors = itertools.chain(family.vae.parameters(), family.vae.buffers(), prepared_tensors(family.vae))
     banded = None
     if spec.exact_axes:
         banded = _activations(shadow, spec.exact_axes[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from decode_service.decoding.footprint import with_footprint
 from decode_service.decoding.loading import ModelSource, load_family
 from decode_service.decoding.memory import is_out_of_memory
 from decode_service.decoding.pixels import TORCH_DTYPES, axis_dim, convert, from_carrier, pixel_shape, to_numpy
+from decode_service.decoding.rewrites import NAMES, Rewrite, apply_rewrites
 from decode_service.decoding.sharding import ShardedFrame
 from decode_service.planning.bands import Band
 from decode_service.planning.conditioning import Conditioning
@@ -62,8 +63,16 @@ class RankPart:
 class RankDecoder:
     """A loaded model on one device, and the communicator it shares with its peers. One decode at a time."""
 
-    def __init__(self, family: Family, *, device: torch.device, compile_enabled: bool = False) -> None:
+    def __init__(
+        self,
+        family: Family,
+        *,
+        device: torch.device,
+        compile_enabled: bool = False,
+        rewrites: Sequence[Rewrite] = (),
+    ) -> None:
         self._family = family
+        self._rewrites = tuple(rewrites)
         self._device = device
         # A retry in float32 casts the weights up, and noise drawn in another dtype would be other noise.
         self._noise_dtype = family.dtype()
@@ -81,9 +90,10 @@ class RankDecoder:
         device: str,
         tiles: StrideTiles | None = None,
         compile_enabled: bool = False,
+        rewrites: Collection[str] = NAMES,
         threads: int | None = None,
     ) -> RankDecoder:
-        """Load ``source`` onto ``device`` (``cpu``, ``cuda``, ``cuda:0``).
+        """Load ``source`` onto ``device`` (``cpu``, ``cuda``, ``cuda:0``), with those of the ``rewrites`` that prove exact.
 
         Raises:
             ConfigError: the source cannot be loaded, or ``tiles`` do not fit it.
@@ -95,7 +105,9 @@ class RankDecoder:
             # TF32 keeps 10 bits of a float32's mantissa: float32 is asked for where 1e-5 matters.
             torch.backends.cuda.matmul.allow_tf32 = False
             torch.backends.cudnn.allow_tf32 = False
-        return cls(load_family(source, device=target, tiles=tiles), device=target, compile_enabled=compile_enabled)
+        family = load_family(source, device=target, tiles=tiles)
+        applied = apply_rewrites(family.vae, family.structure, enabled=rewrites)
+        return cls(family, device=target, compile_enabled=compile_enabled, rewrites=applied)
 
     @property
     def spec(self) -> ModelSpec:
@@ -128,6 +140,10 @@ class RankDecoder:
                 "latents_are": "as the denoiser makes them where a request says denormalize: true, else as decode takes them",
             },
             "compile": {"active": self._decoder.active, "reason": self._decoder.reason},
+            "rewrites": {
+                rewrite.name: {"active": rewrite.active, "modules": rewrite.modules, "reason": rewrite.reason}
+                for rewrite in self._rewrites
+            },
         }
 
     def attach(self, communicator: Communicator) -> None:

@@ -39,7 +39,9 @@ from decode_service.decoding.attention import (
     key_value_sums,
 )
 from decode_service.decoding.communicator import Communicator
+from decode_service.decoding.dense_conv3d import dense_conv3d
 from decode_service.decoding.local_operations import LOCAL, POINTWISE
+from decode_service.decoding.pixel_norm import pixel_rms_norm
 from decode_service.planning.bands import Band
 
 # B batch, C channels, T latent frames, H height, W width, S sequence, D head channels, G groups, N elements of a group.
@@ -306,6 +308,34 @@ class ShardedFrame(TorchFunctionMode):
             paddings[index] = 0
         return func(input, weight, bias, strides, paddings, dilations, groups)
 
+    def _conv_transpose(
+        self,
+        func: Callable[..., Any],
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        output_padding: int | Sequence[int] = 0,
+        groups: int = 1,
+        dilation: int | Sequence[int] = 1,
+    ) -> torch.Tensor:
+        """Exact where the input carries a halo and ``padding`` crops all outputs that miss some of their inputs."""
+        spatial = weight.dim() - 2
+        index = spatial + self.dim
+        if index < 0:
+            raise UnshardableOperation("a 1-D convolution has no sharded axis of its own")
+        steps, crops, kernel = _per_dim(stride, spatial), _per_dim(padding, spatial), weight.shape[2 + index]
+        plain = _per_dim(dilation, spatial)[index] == 1 and _per_dim(output_padding, spatial)[index] == 0
+        # Output rows of the input without its halo, and those that are left of the input with it.
+        missing = steps[index] * (self._halos.get(input, 0) - 1) + kernel - 2 * crops[index]
+        if not plain or crops[index] < kernel - 1 or missing:
+            raise UnshardableOperation(
+                f"a transposed convolution of kernel {kernel}, stride {steps[index]} and padding {crops[index]} on the sharded "
+                "axis is covered only over a halo that it crops again"
+            )
+        return func(input, weight, bias, steps, crops, output_padding, groups, dilation)
+
     def _group_norm(
         self,
         func: Callable[..., Any],
@@ -480,6 +510,13 @@ class ShardedFrame(TorchFunctionMode):
             raise UnshardableOperation(f"normalizing over dimension {dim} is local only over channels")
         return func(input, p=p, dim=dim, eps=eps)
 
+    def _pixel_rms_norm(
+        self, func: Callable[..., Any], x: torch.Tensor, scale: float, gamma_C: torch.Tensor
+    ) -> torch.Tensor:
+        if x.dim() < 4:
+            raise UnshardableOperation(f"an RMS norm over dimension 1 of {x.dim()}-D tokens may run over positions")
+        return func(x, scale, gamma_C)
+
     def _linear(
         self, func: Callable[..., Any], input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -629,12 +666,15 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.conv1d: ShardedFrame._conv,
     torch.conv2d: ShardedFrame._conv,
     torch.conv3d: ShardedFrame._conv,
+    dense_conv3d: ShardedFrame._conv,
+    F.conv_transpose2d: ShardedFrame._conv_transpose,
     F.group_norm: ShardedFrame._group_norm,
     F.scaled_dot_product_attention: ShardedFrame._attention,
     frame_causal_attention: ShardedFrame._frame_causal_attention,
     kernel_attention: ShardedFrame._kernel_attention,
     F.interpolate: ShardedFrame._interpolate,
     F.normalize: ShardedFrame._normalize,
+    pixel_rms_norm: ShardedFrame._pixel_rms_norm,
     F.linear: ShardedFrame._linear,
     F.layer_norm: ShardedFrame._last_dim,
     F.rms_norm: ShardedFrame._last_dim,

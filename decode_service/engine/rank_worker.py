@@ -62,6 +62,7 @@ class RankWorker:
             device=str(self.device),
             tiles=None if tile is None else StrideTiles(tile.size_px, tile.stride_px),
             compile_enabled=compile_enabled,
+            rewrites=self.config.rewrites.enabled(),
             threads=self._threads(),
         )
         # One rank speaks for all.

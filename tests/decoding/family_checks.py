@@ -5,6 +5,8 @@ What they measure is in the README's support matrix (``measurements``). Real pro
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from decode_service.decoding.communicator import Communicator, SoloCommunicator
 from decode_service.decoding.families import FAMILIES, family_class
 from decode_service.decoding.rank import RankDecoder, RankPart
+from decode_service.decoding.rewrites import NAMES, apply_rewrites
 from decode_service.planning.conditioning import Conditioning
 from decode_service.planning.layouts import Layout, arrange
 from decode_service.planning.plan import DecodePlan, PixelFormat
@@ -39,10 +42,12 @@ def decoded(
     denormalize: bool = False,
     layout: Layout | None = None,
     conditioning: Conditioning | None = None,
+    rewrites: Collection[str] = NAMES,
     **wish: Any,
 ) -> tuple[DecodePlan, torch.Tensor]:
-    """``latents`` decoded by a group of ``ranks`` threads that share the weights of ``vae``."""
+    """``latents`` decoded by a group of ``ranks`` threads that share a copy of ``vae``, with the ``rewrites`` as served."""
     family = family_class(type(vae).__name__)
+    vae = rewritten(vae, rewrites)
     spec = family(vae, "tiny", tiles).spec
     arrangement = arrange(spec, tuple(latents.shape), layout or Layout())
     plan = make_plan(spec, arrangement.latent_shape, group_size=ranks, policy=Policy(), mode=mode, strict=True, **wish)
@@ -66,6 +71,14 @@ def decoded(
         parts = [work(SoloCommunicator())]
     assert all(part.finite for part in parts)
     return plan, torch.from_numpy(np.ascontiguousarray(assemble(plan, parts, pixels)))
+
+
+def rewritten(vae: Any, rewrites: Collection[str] = NAMES) -> Any:
+    """A copy of ``vae`` with those of the ``rewrites`` that fit it; the original stays the reference."""
+    vae = copy.deepcopy(vae)
+    for rewrite in apply_rewrites(vae, FAMILIES[type(vae).__name__].structure, enabled=rewrites):
+        assert "differs" not in rewrite.reason, rewrite
+    return vae
 
 
 def check_exact_modes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from decode_service.decoding.families.base import stride_tiles
-from decode_service.decoding.families.image import ImageFamily
+from decode_service.decoding.families.image import RESNET_BLOCKS, ImageFamily
 from decode_service.planning.spec import ModelSpec, StrideTiles
 
 
@@ -19,6 +19,7 @@ class AsymmetricAutoencoderKLFamily(ImageFamily):
     class_names = ("AsymmetricAutoencoderKL",)
     serves = "Stable Diffusion inpainting, without a mask"
     tile_geometry = "ours, by the rule of AutoencoderKL"
+    structure = RESNET_BLOCKS
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

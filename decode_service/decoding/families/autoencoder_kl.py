@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from decode_service.decoding.families.base import stride_tiles
-from decode_service.decoding.families.image import ImageFamily
+from decode_service.decoding.families.image import RESNET_BLOCKS, ImageFamily
 from decode_service.errors import ConfigError
 from decode_service.planning.spec import ModelSpec, Packing, StrideTiles
 
@@ -19,6 +19,7 @@ class AutoencoderKLFamily(ImageFamily):
 
     class_names = ("AutoencoderKL",)
     serves = "SD 1 to 3, SDXL, FLUX.1, Z-Image"
+    structure = RESNET_BLOCKS
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

@@ -6,6 +6,7 @@ import torch
 
 from decode_service.decoding.families.base import stride_tiles
 from decode_service.decoding.families.image import ImageFamily, overlapping_tiles
+from decode_service.decoding.rewrites import DecoderStructure
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.spec import ModelSpec, Packing, StrideTiles
 from decode_service.planning.tiles import TileSpan
@@ -18,6 +19,7 @@ class AutoencoderTinyFamily(ImageFamily):
 
     class_names = ("AutoencoderTiny",)
     serves = "TAESD, TAESDXL, TAEF1 previews"
+    structure = DecoderStructure(channels_last=True)
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

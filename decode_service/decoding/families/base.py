@@ -1,8 +1,9 @@
 """What a VAE family tells the rest of the service, and the base of the families.
 
 A family owns everything that differs between architectures: how latents are denormalized, in which passes they are
-decoded, how tiles are cut and put together, and what its pixels mean. It runs diffusers' own decoder modules unmodified
-and keeps no state of a request: two decodes interleaved on one model give what each gives alone.
+decoded, how tiles are cut and put together, and what its pixels mean. It runs diffusers' own decoder modules, or exact
+rewrites of them that it only describes (``structure``), and keeps no state of a request: two decodes interleaved on one
+model give what each gives alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from torch import nn
 
+from decode_service.decoding.rewrites import DecoderStructure
 from decode_service.errors import ConfigError
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.spec import ModelSpec, StrideTiles
@@ -40,6 +42,7 @@ class Family(ABC):
         class_names: diffusers classes that the family decodes.
         serves: the models that people know it by.
         tile_geometry: whose tiles its tiles are, where they are not those of diffusers for the class.
+        structure: the parts of its decoder that exact rewrites may stand in for.
         compiles: whether the decoder can be compiled; where it cannot, it runs eagerly whatever the settings say.
         eager_reason: why not, for people.
         spec: what planning knows of the model.
@@ -50,6 +53,7 @@ class Family(ABC):
     class_names: ClassVar[tuple[str, ...]]
     serves: ClassVar[str]
     tile_geometry: ClassVar[str] = "diffusers"
+    structure: ClassVar[DecoderStructure] = DecoderStructure()
     compiles: ClassVar[bool] = True
     eager_reason: ClassVar[str] = "this family's decoder keeps state that torch.compile cannot follow; it runs eagerly"
     timestep: float = 0.0

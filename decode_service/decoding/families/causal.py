@@ -9,6 +9,7 @@ import torch
 
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.families.passes import PassesFamily
+from decode_service.decoding.rewrites import SpatialPadding
 from decode_service.decoding.tiling import stitch
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.temporal import CausalFrames
@@ -80,6 +81,11 @@ class CausalFamily(MeanStdFamily, PassesFamily):
     def merge_tiles(self, plan: DecodePlan, tiles: list[torch.Tensor]) -> torch.Tensor:
         assert plan.tiles is not None
         return unpatchify(stitch(tiles, plan.tiles), self.patch_size)
+
+
+def zero_padded(convolution: Any) -> SpatialPadding:
+    """The zeros around a frame that a causal convolution of Wan's form adds by itself."""
+    return SpatialPadding(*convolution._padding[:4])
 
 
 def unpatchify(x_BCFHW: torch.Tensor, patch_size: int) -> torch.Tensor:

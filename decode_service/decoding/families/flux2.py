@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from decode_service.decoding.families.base import stride_tiles
-from decode_service.decoding.families.image import ImageFamily, overlapping_tiles
+from decode_service.decoding.families.image import RESNET_BLOCKS, ImageFamily, overlapping_tiles
 from decode_service.errors import ConfigError
 from decode_service.planning.spec import ModelSpec, Packing, StrideTiles
 
@@ -23,6 +23,7 @@ class Flux2Family(ImageFamily):
 
     class_names = ("AutoencoderKLFlux2",)
     serves = "FLUX.2"
+    structure = RESNET_BLOCKS
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         super().__init__(vae, name, tiles)

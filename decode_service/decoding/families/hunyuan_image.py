@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 
 import torch
+from diffusers.models.autoencoders import autoencoder_kl_hunyuanimage as hunyuan
 
 from decode_service.decoding.families.base import stride_tiles
 from decode_service.decoding.families.image import ImageFamily, overlapping_tiles
+from decode_service.decoding.rewrites import Activation, DecoderStructure
 from decode_service.errors import ConfigError
 from decode_service.planning.spec import ModelSpec, StrideTiles
 
@@ -18,6 +20,13 @@ class HunyuanImageFamily(ImageFamily):
 
     class_names = ("AutoencoderKLHunyuanImage",)
     serves = "HunyuanImage"
+    structure = DecoderStructure(
+        channels_last=True,
+        activations=(
+            Activation(hunyuan.HunyuanImageResnetBlock, "nonlinearity"),
+            Activation(hunyuan.HunyuanImageDecoder2D, "nonlinearity"),
+        ),
+    )
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

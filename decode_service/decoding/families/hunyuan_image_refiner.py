@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from diffusers.models.autoencoders import autoencoder_kl_hunyuanimage_refiner as hunyuan
 
 from decode_service.decoding.families.base import stride_tiles
 from decode_service.decoding.families.hunyuan_image import doublings_to, widest_activation
 from decode_service.decoding.families.image import ImageFamily, overlapping_tiles
+from decode_service.decoding.families.whole_clip import time_padded
+from decode_service.decoding.rewrites import Activation, CausalConvolution, DecoderStructure
 from decode_service.errors import ConfigError
 from decode_service.planning.spec import WHOLE_CLIP, ModelSpec, StrideTiles
 from decode_service.planning.temporal import CausalFrames
@@ -27,6 +30,16 @@ class HunyuanImageRefinerFamily(ImageFamily):
     class_names = ("AutoencoderKLHunyuanImageRefiner",)
     serves = "HunyuanImage's refiner"
     tile_geometry = "diffusers' size, AutoencoderKL's loop"
+    structure = DecoderStructure(
+        causal_convolutions=(
+            CausalConvolution(hunyuan.HunyuanImageRefinerCausalConv3d, "repeat", time_padded, convolution="conv"),
+        ),
+        rms_norms=(hunyuan.HunyuanImageRefinerRMS_norm,),
+        activations=(
+            Activation(hunyuan.HunyuanImageRefinerResnetBlock, "nonlinearity"),
+            Activation(hunyuan.HunyuanImageRefinerDecoder3D, "conv_act"),
+        ),
+    )
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

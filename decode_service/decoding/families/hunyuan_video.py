@@ -13,11 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as hunyuan
 from torch import nn
 
 from decode_service.decoding.attention import frame_causal_attention
 from decode_service.decoding.families.base import stride_tiles
-from decode_service.decoding.families.whole_clip import Convolution, WholeClipFamily, clip_operands, cut
+from decode_service.decoding.families.whole_clip import Convolution, WholeClipFamily, clip_operands, cut, time_padded
+from decode_service.decoding.rewrites import Activation, CausalConvolution, DecoderStructure
 from decode_service.decoding.tiling import stitch
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.spec import ModelSpec, StrideTiles
@@ -41,6 +43,15 @@ class HunyuanVideoFamily(WholeClipFamily):
 
     class_names = ("AutoencoderKLHunyuanVideo",)
     serves = "HunyuanVideo, SkyReels, FramePack"
+    structure = DecoderStructure(
+        causal_convolutions=(
+            CausalConvolution(hunyuan.HunyuanVideoCausalConv3d, "repeat", time_padded, convolution="conv"),
+        ),
+        activations=(
+            Activation(hunyuan.HunyuanVideoResnetBlockCausal3D, "nonlinearity"),
+            Activation(hunyuan.HunyuanVideoDecoder3D, "conv_act"),
+        ),
+    )
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         super().__init__(vae, name, tiles)

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as hunyuan
 from torch import nn
 
 from decode_service.decoding.attention import frame_causal_attention
 from decode_service.decoding.families.base import stride_tiles
-from decode_service.decoding.families.whole_clip import Convolution, WholeClipFamily, clip_operands
+from decode_service.decoding.families.whole_clip import Convolution, WholeClipFamily, clip_operands, time_padded
+from decode_service.decoding.rewrites import Activation, CausalConvolution, DecoderStructure
 from decode_service.planning.spec import WHOLE_CLIP, ModelSpec, StrideTiles
 from decode_service.planning.temporal import CausalFrames
 
@@ -27,6 +29,16 @@ class HunyuanVideo15Family(WholeClipFamily):
 
     class_names = ("AutoencoderKLHunyuanVideo15",)
     serves = "HunyuanVideo 1.5"
+    structure = DecoderStructure(
+        causal_convolutions=(
+            CausalConvolution(hunyuan.HunyuanVideo15CausalConv3d, "repeat", time_padded, convolution="conv"),
+        ),
+        rms_norms=(hunyuan.HunyuanVideo15RMS_norm,),
+        activations=(
+            Activation(hunyuan.HunyuanVideo15ResnetBlock, "nonlinearity"),
+            Activation(hunyuan.HunyuanVideo15Decoder3D, "conv_act"),
+        ),
+    )
 
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         super().__init__(vae, name, tiles)

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from diffusers.models.autoencoders.vae import Decoder
+from diffusers.models.resnet import ResnetBlock2D
 
 from decode_service.decoding.families.base import Family
+from decode_service.decoding.rewrites import Activation, DecoderStructure
 from decode_service.decoding.tiling import stitch
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.spec import StrideTiles
 from decode_service.planning.tiles import TileSpan
 
 # B batch, C channels, T latent frames (1 here), H height, W width.
+
+#: Decoders of diffusers' general residual blocks.
+RESNET_BLOCKS = DecoderStructure(
+    channels_last=True,
+    activations=(Activation(ResnetBlock2D, "nonlinearity"), Activation(Decoder, "conv_act")),
+)
 
 
 class ImageFamily(Family):

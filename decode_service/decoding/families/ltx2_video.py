@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from diffusers.models.autoencoders import autoencoder_kl_ltx2 as ltx2
 
 from decode_service.decoding.families.base import mixed
-from decode_service.decoding.families.ltx_video import LTXVideoFamily
+from decode_service.decoding.families.ltx_video import LTXVideoFamily, padded_by_its_convolution
+from decode_service.decoding.rewrites import Activation, CausalConvolution, DecoderStructure
 from decode_service.planning.spec import ModelSpec, StrideTiles
 from decode_service.planning.tiles import TileSpan
 
@@ -23,6 +25,15 @@ class LTX2VideoFamily(LTXVideoFamily):
 
     class_names = ("AutoencoderKLLTX2Video",)
     serves = "LTX-2"
+    structure = DecoderStructure(
+        causal_convolutions=(
+            CausalConvolution(ltx2.LTX2VideoCausalConv3d, "repeat", padded_by_its_convolution, convolution="conv"),
+        ),
+        activations=(
+            Activation(ltx2.LTX2VideoResnetBlock3d, "nonlinearity"),
+            Activation(ltx2.LTX2VideoDecoder3d, "conv_act"),
+        ),
+    )
     family_name = "ltx-2-video"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:

@@ -7,14 +7,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders import autoencoder_kl_ltx as ltx
 
 from decode_service.decoding.families.base import stride_tiles
 from decode_service.decoding.families.whole_clip import Convolution, WholeClipFamily, clip_operands
+from decode_service.decoding.rewrites import Activation, CausalConvolution, DecoderStructure, SpatialPadding
 from decode_service.errors import ConfigError
 from decode_service.planning.spec import WHOLE_CLIP, ModelSpec, Packing, StrideTiles
 from decode_service.planning.temporal import CausalFrames
 
 # B batch, C channels, T latent frames, H height, W width.
+
+
+def padded_by_its_convolution(convolution: Any) -> SpatialPadding:
+    """How a causal convolution of the LTX models pads its frames."""
+    _, rows, columns = convolution.conv.padding
+    mode = convolution.conv.padding_mode
+    return SpatialPadding(columns, columns, rows, rows, mode="constant" if mode == "zeros" else mode)
 
 
 class LTXVideoFamily(WholeClipFamily):
@@ -27,6 +36,15 @@ class LTXVideoFamily(WholeClipFamily):
 
     class_names = ("AutoencoderKLLTXVideo",)
     serves = "LTX-Video"
+    structure = DecoderStructure(
+        causal_convolutions=(
+            CausalConvolution(ltx.LTXVideoCausalConv3d, "repeat", padded_by_its_convolution, convolution="conv"),
+        ),
+        activations=(
+            Activation(ltx.LTXVideoResnetBlock3d, "nonlinearity"),
+            Activation(ltx.LTXVideoDecoder3d, "conv_act"),
+        ),
+    )
     family_name = "ltx-video"
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from diffusers.models.autoencoders import autoencoder_kl_qwenimage as qwen
+
 from decode_service.decoding.families.base import stride_tiles
-from decode_service.decoding.families.causal import CausalFamily
+from decode_service.decoding.families.causal import CausalFamily, zero_padded
 from decode_service.decoding.families.wan import causal_operands
+from decode_service.decoding.rewrites import Activation, CausalConvolution, DecoderStructure
 from decode_service.planning.spec import ModelSpec, Packing, StrideTiles
 from decode_service.planning.temporal import CausalFrames
 
@@ -20,6 +23,15 @@ class QwenImageFamily(CausalFamily):
 
     class_names = ("AutoencoderKLQwenImage",)
     serves = "Qwen-Image, Krea 2, Qwen-Image-Layered"
+    structure = DecoderStructure(
+        channels_last=True,
+        causal_convolutions=(CausalConvolution(qwen.QwenImageCausalConv3d, "zeros", zero_padded, takes_cache=True),),
+        rms_norms=(qwen.QwenImageRMS_norm,),
+        activations=(
+            Activation(qwen.QwenImageResidualBlock, "nonlinearity"),
+            Activation(qwen.QwenImageDecoder3d, "nonlinearity"),
+        ),
+    )
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

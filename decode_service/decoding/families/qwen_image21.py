@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from diffusers.models.autoencoders import autoencoder_kl_qwenimage21 as qwen
 
 from decode_service.decoding.families.base import stride_tiles
-from decode_service.decoding.families.causal import CausalFamily
+from decode_service.decoding.families.causal import CausalFamily, zero_padded
+from decode_service.decoding.rewrites import Activation, CausalConvolution, DecoderStructure
 from decode_service.planning.spec import ModelSpec, Packing, StrideTiles
 from decode_service.planning.temporal import CausalFrames, SingleFrame
 
@@ -21,6 +23,16 @@ class QwenImage21Family(CausalFamily):
 
     class_names = ("AutoencoderKLQwenImage21",)
     serves = "Qwen-Image 2.1, with alpha"
+    structure = DecoderStructure(
+        channels_last=True,
+        causal_convolutions=(CausalConvolution(qwen.QwenImage21CausalConv3d, "zeros", zero_padded),),
+        rms_norms=(qwen.QwenImage21RMS_norm,),
+        activations=(
+            Activation(qwen.QwenImage21ResidualBlock, "nonlinearity"),
+            Activation(qwen.QwenImage21Decoder3d, "nonlinearity"),
+        ),
+        duplications=(qwen.QwenImage21DupUp3D,),
+    )
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders import autoencoder_kl_wan as wan
 
 from decode_service.decoding.families.base import stride_tiles
-from decode_service.decoding.families.causal import CausalFamily
+from decode_service.decoding.families.causal import CausalFamily, zero_padded
+from decode_service.decoding.rewrites import Activation, CausalConvolution, DecoderStructure
 from decode_service.planning.spec import ModelSpec, Packing, StrideTiles
 from decode_service.planning.temporal import CausalFrames
 
@@ -17,6 +19,13 @@ class WanFamily(CausalFamily):
 
     class_names = ("AutoencoderKLWan",)
     serves = "Wan 2.1 and 2.2 A14B (16 channels), 2.2 5B (48), Sana-Video"
+    structure = DecoderStructure(
+        channels_last=True,
+        causal_convolutions=(CausalConvolution(wan.WanCausalConv3d, "zeros", zero_padded, takes_cache=True),),
+        rms_norms=(wan.WanRMS_norm,),
+        activations=(Activation(wan.WanResidualBlock, "nonlinearity"), Activation(wan.WanDecoder3d, "nonlinearity")),
+        duplications=(wan.DupUp3D,),
+    )
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config = self.config

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from decode_service.decoding.families.base import Family
+from decode_service.decoding.rewrites import SpatialPadding
 from decode_service.decoding.tiling import stitch
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.spec import StrideTiles
@@ -44,6 +45,12 @@ class WholeClipFamily(Family):
     def own_tiles(self) -> StrideTiles:
         """The tiles that ``enable_tiling()`` of the reference sets (they are square in every class here)."""
         return StrideTiles(int(self.vae.tile_sample_min_height), int(self.vae.tile_sample_stride_height))
+
+
+def time_padded(convolution: Any) -> SpatialPadding:
+    """How a causal convolution of the HunyuanVideo models pads its frames."""
+    left, right, top, bottom = convolution.time_causal_padding[:4]
+    return SpatialPadding(left, right, top, bottom, mode=convolution.pad_mode)
 
 
 def cut(latents_BCTHW: torch.Tensor, row: TileSpan, column: TileSpan) -> torch.Tensor:
