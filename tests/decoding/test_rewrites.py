@@ -284,7 +284,8 @@ def test_every_convolution_of_the_large_maps_gives_channels_last_activations(nam
 
 def live_bytes() -> int:
     """Bytes of all tensors that are alive, each storage once."""
-    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    # By type alone: isinstance would wake lazy attributes of other objects, and tensors without data have no storage to count.
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
