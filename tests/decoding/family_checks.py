@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from decode_service.decoding.communicator import Communicator, SoloCommunicator
-from decode_service.decoding.families import FAMILIES, family_class
+from decode_service.decoding.families import family_class
 from decode_service.decoding.rank import RankDecoder, RankPart
 from decode_service.decoding.rewrites import NAMES, apply_rewrites
 from decode_service.planning.conditioning import Conditioning
@@ -76,7 +76,7 @@ def decoded(
 def rewritten(vae: Any, rewrites: Collection[str] = NAMES) -> Any:
     """A copy of ``vae`` with those of the ``rewrites`` that fit it; the original stays the reference."""
     vae = copy.deepcopy(vae)
-    for rewrite in apply_rewrites(vae, FAMILIES[type(vae).__name__].structure, enabled=rewrites):
+    for rewrite in apply_rewrites(vae, family_class(type(vae).__name__).structure, enabled=rewrites):
         assert "differs" not in rewrite.reason, rewrite
     return vae
 
@@ -89,7 +89,7 @@ def check_exact_modes(
     ``latents`` should have extents that no group size divides.
     """
     assert expected.std() > 1e-3, "a flat reference would prove nothing"
-    spec = FAMILIES[type(vae).__name__](vae, "tiny", None).spec
+    spec = family_class(type(vae).__name__)(vae, "tiny", None).spec
     wrong, found = [], []
     runs = [("direct", 1)] + [(f"spatial_shard_{axis}", size) for axis in spec.exact_axes for size in ranks]
     for mode, size in runs:
