@@ -205,6 +205,25 @@ class TestAClassOfAUser:
         assert pictures(family, latents_of((1, 5, 1, 4, 6))).shape == (1, 3, 1, 8, 12)
         assert family.vae.encoder is not None
 
+    def test_a_half_precision_in_which_it_cannot_be_measured_is_replaced(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        decode = AutoencoderOwn.decode
+
+        def missing(self: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
+            if z.dtype != torch.float32:
+                raise RuntimeError('"cdist" not implemented for "BFloat16"')
+            return decode(self, z, return_dict)
+
+        monkeypatch.setattr(AutoencoderOwn, "decode", missing)
+        AutoencoderOwn().save_pretrained(tmp_path)
+        family = load_family(ModelSource("own", str(tmp_path), dtype="bfloat16"), device=torch.device("cpu"))
+        assert family.spec.dtype == "float32" and '"cdist" not implemented' in family.spec.dtype_reason
+        assert family.vae.encoder is None
+        monkeypatch.setattr(AutoencoderOwn, "decode", lambda self, z: 1)
+        with pytest.raises(ConfigError, match="its decode cannot be used"):
+            load_family(ModelSource("own", str(tmp_path), dtype="bfloat16"), device=torch.device("cpu"))
+
     def test_a_window_sets_the_least_size(self, tmp_path: Path) -> None:
         assert loaded(tmp_path / "a").spec.min_cells == 1
         assert loaded(tmp_path / "b", least=7).spec.min_cells == 8
