@@ -4,7 +4,8 @@ It validates, plans, queues, runs, and decides what a failure means:
 
 - a failed compilation switches it off on all ranks for good, and the request is decoded eagerly;
 - a rank that raises costs new communicators and one retry, a rank that dies or stalls new processes and one retry;
-- out of memory costs one retry with a cheaper plan, and NaN out of finite latents one in float32.
+- out of memory costs one retry with shorter passes (the same pixels) where they have several frames, and one with a
+  cheaper plan; NaN out of finite latents costs one in float32.
 
 Groups that need new processes too often are given up, so that something above (Ray Serve) replaces the whole replica.
 
@@ -450,7 +451,10 @@ class DecodeEngine:
             OutOfMemoryError: if there is none, or the caller does not allow another, or it was tried already.
         """
         plan = task.plan
-        cheaper = None if "memory" in answered or not may_change_plan else self._cheaper_plan(plan, task.pixels)
+        shorter = None if answered & {"passes", "memory"} else self._with_shorter_passes(plan, task.pixels)
+        cheaper = shorter
+        if shorter is None and may_change_plan and "memory" not in answered:
+            cheaper = self._cheaper_plan(plan, task.pixels)
         if cheaper is None:
             advice = "items or frames, a smaller frame, or allow tile mode (strict: false)"
             if self.spec.tiles is None:
@@ -460,15 +464,35 @@ class DecodeEngine:
                 + advice,
                 param="latents.shape",
             )
-        answered.add("memory")
+        answered.add("memory" if shorter is None else "passes")
         logger.warning(
-            "request %s ran out of memory in %s mode (%s): decoding it in %s mode",
+            "request %s ran out of memory in %s mode (%s): decoding it in %s mode, %d latent frames a pass",
             task.request_id or "-",
             plan.mode,
             error.message,
             cheaper.mode,
+            cheaper.chunk,
         )
         return _replanned(task, cheaper)
+
+    def _with_shorter_passes(self, plan: DecodePlan, pixels: PixelFormat) -> DecodePlan | None:
+        """The same plan with one latent frame a pass, which gives the same pixels; None where no pass has more."""
+        later = plan.latent_shape[2] - 1 if len(plan.latent_shape) == 5 else 0
+        if min(plan.chunk, later) <= 1:
+            return None
+        try:
+            made = self._plan(
+                plan.latent_shape,
+                mode=plan.mode,
+                strict=True,
+                collect=plan.collect,
+                chunk=1,
+                pixel_bytes=_pixel_bytes(pixels),
+            )
+        except DecodeServiceError:
+            return None
+        reason = f"{plan.reason}; chunk shortened from {plan.chunk} to 1 latent frames, because memory ran out"
+        return dataclasses.replace(made, fallback=plan.fallback, reason=reason)
 
     def _cheaper_plan(self, plan: DecodePlan, pixels: PixelFormat) -> DecodePlan | None:
         longest_first = ("spatial_shard_height", "spatial_shard_width")

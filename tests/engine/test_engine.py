@@ -302,6 +302,28 @@ def test_out_of_memory_takes_a_cheaper_plan_and_says_so(tiny_wan: TinyWan, fault
     run(test)
 
 
+def test_out_of_memory_shortens_passes_before_anything_approximates(tiny_wan: TinyWan, faults: Faults) -> None:
+    """Any chunk gives the same pixels, so this is allowed where no other mode is."""
+
+    async def test() -> None:
+        latents = tiny_wan.latents(4, 6, 6)
+        lack = raising(torch.OutOfMemoryError("CUDA out of memory"))
+        async with serving(tiny_wan.config(), faults) as engine:
+            faults.on(0, lack)
+            wish = {"mode": "spatial_shard_height", "chunk": 3}
+            outcome = await engine.decode(job(latents, strict=True, **wish))
+            assert (outcome.plan.mode, outcome.plan.chunk, outcome.plan.fallback) == ("spatial_shard_height", 1, None)
+            assert "shortened from 3 to 1 latent frames, because memory ran out" in outcome.plan.reason
+            assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+            faults.on(0, lack, lack)
+            assert (await engine.decode(job(latents, **wish))).plan.mode == "tile", "shorter passes were not enough"
+            faults.on(0, lack, lack)
+            with pytest.raises(OutOfMemoryError):
+                await engine.decode(job(latents, strict=True, **wish))
+
+    run(test)
+
+
 def test_out_of_memory_is_an_error_where_no_other_plan_is_allowed(tiny_wan: TinyWan, faults: Faults) -> None:
     async def test() -> None:
         latents = tiny_wan.latents(2, 6, 6)
