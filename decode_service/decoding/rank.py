@@ -107,7 +107,11 @@ class RankDecoder:
             torch.backends.cuda.matmul.allow_tf32 = False
             torch.backends.cudnn.allow_tf32 = False
         family = load_family(source, device=target, tiles=tiles)
-        applied = apply_rewrites(family.vae, family.structure, enabled=rewrites)
+        if family.spec.tested:
+            applied = apply_rewrites(family.vae, family.structure, enabled=rewrites)
+        else:
+            reason = f"{family.spec.class_name} is not one of the tested families: its modules run as they are"
+            applied = tuple(Rewrite(name, False, 0, reason) for name in NAMES)
         return cls(family, device=target, compile_enabled=compile_enabled, rewrites=applied)
 
     @property

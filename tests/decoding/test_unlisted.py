@@ -88,6 +88,9 @@ def test_a_class_of_diffusers_decodes_from_a_folder_as_it_does_there(name: str, 
     spec = decoder.spec
     assert (spec.family, spec.class_name, spec.tested, spec.tiles) == ("unlisted", name, False, None)
     assert "tested families" in decoder.describe()["compile"]["reason"]
+    rewrites = decoder.describe()["rewrites"].values()
+    assert rewrites and not any(rewrite["active"] for rewrite in rewrites)
+    assert all("its modules run as they are" in rewrite["reason"] for rewrite in rewrites)
 
     plan = make_plan(spec, shape, group_size=1, policy=Policy())
     assert plan.mode == "direct" and not plan.tested and f"untested: {name}" in plan.reason
