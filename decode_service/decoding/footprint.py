@@ -33,6 +33,7 @@ from decode_service.planning.bands import split
 from decode_service.planning.memory import Activations, Footprint
 from decode_service.planning.plan import PixelFormat
 from decode_service.planning.spec import ModelSpec
+from decode_service.planning.temporal import LinearFrames
 from decode_service.planning.tiles import TileSpan
 
 # B batch, C channels, T latent frames, F pixel frames, H height, W width.
@@ -188,8 +189,8 @@ def without_data(family: Family) -> Family:
 def clip_lengths(spec: ModelSpec) -> tuple[int, int, int]:
     """Latent frames of three clips from which a model's need follows: a still (or the shortest), a clip, a longer one.
 
-    The last two are of two and three frames where a pass takes all, and of three and five where passes have one and two
-    frames after the first: what the pass before has left must be there.
+    The last two are of two and three frames where a pass takes all (or the first that the model takes), and of three and
+    five where passes have one and two frames after the first: what the pass before has left must be there.
     """
     rule = spec.frame_rule
     if rule is None:
@@ -201,7 +202,11 @@ def clip_lengths(spec: ModelSpec) -> tuple[int, int, int]:
         return valid[0], whole, whole
     if len(valid) == 1:
         return valid[0], valid[0], valid[0]
-    return (1, 2, 3) if spec.pass_frames else (1, 3, 5)
+    if not spec.pass_frames:
+        return 1, 3, 5
+    # A rule that was measured may begin later than at 1, and then nothing shorter decodes.
+    first = valid[0] if isinstance(rule, LinearFrames) else 1
+    return first, first + 1, first + 2
 
 
 def _activations(family: Family, axis: str | None) -> Activations:
@@ -213,9 +218,10 @@ def _activations(family: Family, axis: str | None) -> Activations:
     clip, caches = _peak(family, middle, 1, axis)
     longer, _ = _peak(family, long, 2, axis) if long != middle else (clip, caches)
     per_frame = max(0.0, longer - clip) if spec.pass_frames or spec.chunked else 0.0
-    return Activations(
-        still=still, clip=max(clip, 0.0 if per_frame else longer) - per_frame, per_frame=per_frame, caches=caches
-    )
+    # Frames of the pass after the first one.
+    later = middle - 1 if spec.pass_frames else 1
+    clip = max(0.0, max(clip, 0.0 if per_frame else longer) - per_frame * later)
+    return Activations(still=still, clip=clip, per_frame=per_frame, caches=caches)
 
 
 def _peak(family: Family, frames: int, chunk: int, axis: str | None) -> tuple[float, float]:

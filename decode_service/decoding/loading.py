@@ -77,7 +77,17 @@ def load_family(source: ModelSource, *, device: torch.device, tiles: StrideTiles
         removed.clear()
     gc.collect()
     vae.requires_grad_(False).eval().to(device)
-    made = _family_of(vae, source, tiles, removed)
+    try:
+        made = _family_of(vae, source, tiles, removed)
+    except ConfigError as error:
+        if family is not UnlistedFamily or dtype == torch.float32 or reason:
+            raise
+        # Its decode is measured by running it, which fails where the machine lacks a kernel for the dtype.
+        for part in removed:
+            setattr(vae, part, None)
+        vae.float()
+        made = _family_of(vae, source, tiles, removed)
+        reason = f"configured as {source.dtype}, but cannot be decoded in it on this machine: {error}"
     if not reason and device.type == "cpu" and made.dtype() != torch.float32:
         problem = problem_in_half(made)
         if problem:

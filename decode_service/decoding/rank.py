@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -106,7 +107,11 @@ class RankDecoder:
             torch.backends.cuda.matmul.allow_tf32 = False
             torch.backends.cudnn.allow_tf32 = False
         family = load_family(source, device=target, tiles=tiles)
-        applied = apply_rewrites(family.vae, family.structure, enabled=rewrites)
+        if family.spec.tested:
+            applied = apply_rewrites(family.vae, family.structure, enabled=rewrites)
+        else:
+            reason = f"{family.spec.class_name} is not one of the tested families: its modules run as they are"
+            applied = tuple(Rewrite(name, False, 0, reason) for name in NAMES)
         return cls(family, device=target, compile_enabled=compile_enabled, rewrites=applied)
 
     @property
@@ -123,7 +128,7 @@ class RankDecoder:
         return {
             "family": spec.family,
             "class_name": spec.class_name,
-            "config": _plain(self._family.config),
+            "config": {key: _abridged(value) for key, value in _plain(self._family.config).items()},
             "dtype": str(self._family.dtype()).removeprefix("torch."),
             "dtype_reason": spec.dtype_reason,
             "parameters_by_dtype": _count_by_dtype(vae),
@@ -506,8 +511,9 @@ class _Attempt:
 def _cast_up(family: Family) -> Iterator[None]:
     """The model in float32 for the length of the context; half-precision weights come back bit by bit."""
     own = {name: parameter.dtype for name, parameter in family.vae.named_parameters()}
-    family.vae.float()
     try:
+        # Within the try: where memory ends half-way, some weights are float32 already.
+        family.vae.float()
         yield
     finally:
         for name, parameter in family.vae.named_parameters():
@@ -521,6 +527,23 @@ def _count_by_dtype(vae: torch.nn.Module) -> dict[str, int]:
         name = str(parameter.dtype).removeprefix("torch.")
         counts[name] = counts.get(name, 0) + parameter.numel()
     return counts
+
+
+#: Numbers that one entry of a config may have in a description. Statistics of channels and frames are some hundred; those
+#: of every place of a picture (RAE) would be megabytes in every answer.
+MAX_CONFIG_NUMBERS = 4096
+
+
+def _abridged(value: Any) -> Any:
+    """A config's entry, or what it is where it has more than ``MAX_CONFIG_NUMBERS`` numbers."""
+    shape = []
+    inner = value
+    while isinstance(inner, list) and inner:
+        shape.append(len(inner))
+        inner = inner[0]
+    if math.prod(shape) <= MAX_CONFIG_NUMBERS:
+        return value
+    return f"{' x '.join(map(str, shape))} numbers, left out here"
 
 
 def _plain(value: Any) -> Any:

@@ -21,6 +21,7 @@ extent at any depth is its latent extent times that factor.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -349,7 +350,8 @@ class ShardedFrame(TorchFunctionMode):
         x_BGN = input.reshape(batch, num_groups, -1).float()
         variance, mean = torch.var_mean(x_BGN, dim=-1, correction=0)
         mean, variance = self._merge_moments(mean, variance, x_BGN.shape[-1])
-        scale = torch.rsqrt(variance + eps).unsqueeze(-1)
+        # The root of an overflow would be 0, and the picture without contents and finite: it must be seen to be none.
+        scale = torch.rsqrt(variance + eps).masked_fill(variance.isinf(), math.nan).unsqueeze(-1)
         normalized = ((x_BGN - mean.unsqueeze(-1)) * scale).reshape(input.shape)
         shape = [1, channels] + [1] * (input.dim() - 2)
         if weight is not None:

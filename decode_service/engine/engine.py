@@ -4,7 +4,8 @@ It validates, plans, queues, runs, and decides what a failure means:
 
 - a failed compilation switches it off on all ranks for good, and the request is decoded eagerly;
 - a rank that raises costs new communicators and one retry, a rank that dies or stalls new processes and one retry;
-- out of memory costs one retry with a cheaper plan, and NaN out of finite latents one in float32.
+- out of memory costs one retry with shorter passes (the same pixels) where they have several frames, and one with a
+  cheaper plan; NaN out of finite latents costs one in float32.
 
 Groups that need new processes too often are given up, so that something above (Ray Serve) replaces the whole replica.
 
@@ -271,7 +272,7 @@ class DecodeEngine:
             "strict": job.strict,
             "collect": job.collect,
             "chunk": job.chunk,
-            "pixel_bytes": np.dtype(_NUMPY_DTYPES[job.pixels.dtype]).itemsize,
+            "pixel_bytes": _pixel_bytes(job.pixels),
         }
         plan = self._plan(arrangement.latent_shape, **wishes)
         conditioning = conditioning_of(self.spec, job.timestep, job.noise_scale, job.seed)
@@ -341,7 +342,7 @@ class DecodeEngine:
         def needs_all_ranks(load: Load) -> bool:
             nonlocal task
             if replan is not None:
-                task = dataclasses.replace(task, plan=replan(load))
+                task = _replanned(task, replan(load))
             return _needs_all_ranks(task.plan)
 
         def decided() -> RankTask:
@@ -450,7 +451,10 @@ class DecodeEngine:
             OutOfMemoryError: if there is none, or the caller does not allow another, or it was tried already.
         """
         plan = task.plan
-        cheaper = None if "memory" in answered or not may_change_plan else self._cheaper_plan(plan)
+        shorter = None if answered & {"passes", "memory"} else self._with_shorter_passes(plan, task.pixels)
+        cheaper = shorter
+        if shorter is None and may_change_plan and "memory" not in answered:
+            cheaper = self._cheaper_plan(plan, task.pixels)
         if cheaper is None:
             advice = "items or frames, a smaller frame, or allow tile mode (strict: false)"
             if self.spec.tiles is None:
@@ -460,17 +464,37 @@ class DecodeEngine:
                 + advice,
                 param="latents.shape",
             )
-        answered.add("memory")
+        answered.add("memory" if shorter is None else "passes")
         logger.warning(
-            "request %s ran out of memory in %s mode (%s): decoding it in %s mode",
+            "request %s ran out of memory in %s mode (%s): decoding it in %s mode, %d latent frames a pass",
             task.request_id or "-",
             plan.mode,
             error.message,
             cheaper.mode,
+            cheaper.chunk,
         )
-        return dataclasses.replace(task, plan=cheaper)
+        return _replanned(task, cheaper)
 
-    def _cheaper_plan(self, plan: DecodePlan) -> DecodePlan | None:
+    def _with_shorter_passes(self, plan: DecodePlan, pixels: PixelFormat) -> DecodePlan | None:
+        """The same plan with one latent frame a pass, which gives the same pixels; None where no pass has more."""
+        later = plan.latent_shape[2] - 1 if len(plan.latent_shape) == 5 else 0
+        if min(plan.chunk, later) <= 1:
+            return None
+        try:
+            made = self._plan(
+                plan.latent_shape,
+                mode=plan.mode,
+                strict=True,
+                collect=plan.collect,
+                chunk=1,
+                pixel_bytes=_pixel_bytes(pixels),
+            )
+        except DecodeServiceError:
+            return None
+        reason = f"{plan.reason}; chunk shortened from {plan.chunk} to 1 latent frames, because memory ran out"
+        return dataclasses.replace(made, fallback=plan.fallback, reason=reason)
+
+    def _cheaper_plan(self, plan: DecodePlan, pixels: PixelFormat) -> DecodePlan | None:
         longest_first = ("spatial_shard_height", "spatial_shard_width")
         if plan.latent_shape[-1] >= plan.latent_shape[-2]:
             longest_first = longest_first[::-1]
@@ -479,7 +503,14 @@ class DecodeEngine:
         )
         for mode in modes:
             try:
-                made = self._plan(plan.latent_shape, mode=mode, strict=True, collect=plan.collect, chunk=1)
+                made = self._plan(
+                    plan.latent_shape,
+                    mode=mode,
+                    strict=True,
+                    collect=plan.collect,
+                    chunk=1,
+                    pixel_bytes=_pixel_bytes(pixels),
+                )
             except DecodeServiceError:
                 continue
             return dataclasses.replace(made, fallback=f"{plan.mode} ran out of memory", reason="needs less memory")
@@ -602,8 +633,9 @@ class DecodeEngine:
         spec = self.spec
         if self._group.size == 1 or not spec.exact_axes:
             return
-        # Two more than a whole number of rows each, so that bands are uneven for every group of at least two.
-        extent = spec.fixed_cells or 2 * self._group.size + 1
+        # One or three more than a whole number of rows each, so that bands are uneven for every group of at least two.
+        each = max(2, spec.min_band_cells)
+        extent = spec.fixed_cells or max(each * self._group.size + 1, spec.min_cells)
         shape: tuple[int, ...] = (1, spec.latent_channels, extent, spec.fixed_cells or extent + 2)
         if spec.frame_rule is not None:
             # One frame alone would not test what passes hand on; image decoders take nothing else.
@@ -628,7 +660,17 @@ class DecodeEngine:
 
     async def _decode_for_test(self, latents: WireTensor, mode: str) -> np.ndarray:
         pixels = PixelFormat("float32", "model")
-        plan = self._plan(latents.shape, mode=mode, strict=True, collect="shards")
+        # Not by the limits for requests: a tiny latent of a video model may have more pixels than the operator's stills.
+        policy = dataclasses.replace(self._policy, memory_budget_bytes=None)
+        plan = make_plan(
+            self.spec,
+            latents.shape,
+            group_size=self._group.size,
+            policy=policy,
+            mode=mode,
+            strict=True,
+            collect="shards",
+        )
         # Eagerly: nobody will send these shapes, so compiling for them would only delay the start.
         task = RankTask(plan, pixels=pixels, eager=True, request_id=f"self-test {mode}")
         run = await self._run_to_the_end(task, latents, admitted=True)
@@ -671,6 +713,18 @@ class DecodeEngine:
 
 
 # ---- pure helpers --------------------------------------------------------------------------------------------------
+
+
+def _pixel_bytes(pixels: PixelFormat) -> int:
+    """Bytes of one value of the reply."""
+    return np.dtype(_NUMPY_DTYPES[pixels.dtype]).itemsize
+
+
+def _replanned(task: RankTask, plan: DecodePlan) -> RankTask:
+    """``task`` with another plan, which says the dtype that the task is decoded in: after NaN that is not the model's."""
+    if task.precision is not None:
+        plan = dataclasses.replace(plan, dtype=task.plan.dtype, dtype_reason=task.plan.dtype_reason)
+    return dataclasses.replace(task, plan=plan)
 
 
 def _needs_all_ranks(plan: DecodePlan) -> bool:

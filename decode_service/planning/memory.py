@@ -90,6 +90,8 @@ class MemoryNeed:
 
 def gib(nbytes: int) -> str:
     """``nbytes`` for people."""
+    if nbytes < 2**27:
+        return f"{nbytes / 2**20:.2f} MiB"
     return f"{nbytes / 2**30:.2f} GiB"
 
 

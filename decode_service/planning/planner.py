@@ -25,6 +25,9 @@ from decode_service.planning.tiles import TileGrid, assign_largest_first
 
 MAX_OPERAND_ELEMENTS = 2**31 - 1
 
+#: The reason of a plan in the mode that was forced.
+ASKED_FOR = "asked for"
+
 #: Latent rows and columns that one rank decodes at a time.
 Region = tuple[int, int]
 
@@ -228,12 +231,17 @@ class _Planner:
                 f"{self.spec.no_tiles_reason}{advice}",
                 param="latents.shape",
             )
+        if not direct_problem:
+            over = (
+                f"a frame of {pixels} pixels is over direct_max_pixels ({self.policy.direct_max_pixels}) for one rank"
+            )
+            return self.tile(f"{over}, and this group cannot share it: {problems}", advise=advise)
         return self.tile(f"no exact mode can run: {problems}", advise=advise)
 
     def forced(self, mode: str, strict: bool) -> DecodePlan:
         problem = self.problem(mode)
         if problem is None:
-            reason = "asked for"
+            reason = ASKED_FOR
             if mode == "tile":
                 return self.tile(reason)
             if mode == "direct":
@@ -428,7 +436,7 @@ class _Planner:
         settled = self.settle("tile", region, tiles)
         if settled.problem:
             advice = f"; what would fit: {self.what_would_fit()}" if advise else ""
-            exact = "" if self.spec.tile_only else f"{reason}; and "
+            exact = "" if self.spec.tile_only or reason == ASKED_FOR else f"{fallback or reason}; and "
             raise UnsupportedModeError(
                 f"{list(self.shape)} cannot be decoded by {self.size} ranks: {exact}in tiles of "
                 f"{region[0] * self.spec.spatial_ratio} x {region[1] * self.spec.spatial_ratio} pixels "

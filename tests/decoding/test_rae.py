@@ -174,3 +174,15 @@ def test_the_published_configuration_and_its_limits() -> None:
     assert (spec.latent_channels, spec.output_channels, spec.spatial_ratio, spec.fixed_cells) == (768, 3, 16, 16)
     assert spec.output_extents((1, 768, 16, 16)) == (1, 256, 256)
     assert spec.operand_per_pixel_first == 17, "257 tokens of 4112 attention scores each"
+
+
+def test_statistics_of_every_place_are_not_told_and_none_are_said_to_be_applied() -> None:
+    """Of the published model they are 400 000 numbers, and megabytes in every answer about it."""
+    many = torch.zeros(CHANNELS * 50, CELLS, CELLS).tolist()
+    vae = model(encoder_hidden_size=CHANNELS * 50, latents_mean=many, latents_std=many)
+    shown = RankDecoder(RAEFamily(vae, "tiny"), device=CPU).describe()
+    assert shown["denormalize"]["statistics"] == {} and shown["denormalize"]["formula"] == "latents"
+    assert shown["config"]["latents_mean"] == "400 x 5 x 5 numbers, left out here"
+    assert shown["config"]["scaling_factor"] == 0.7
+    few = RankDecoder(RAEFamily(model(), "tiny"), device=CPU).describe()["config"]
+    assert len(few["latents_mean"]) == CHANNELS

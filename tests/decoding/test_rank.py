@@ -150,6 +150,22 @@ class TestNumbers:
         np.testing.assert_array_equal(decode(decoder, z).array, before)
         assert decoder.describe()["dtype"] == "bfloat16"
 
+    def test_a_cast_that_runs_out_of_memory_half_way_leaves_the_model_as_it_was(
+        self, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        z = latents_of((1, 4, 2, 4, 4))
+        decoder = load(zoo, "wan21", dtype="bfloat16")
+        before = decode(decoder, z).array
+
+        def half_way(vae: torch.nn.Module) -> torch.nn.Module:
+            vae.decoder.conv_in.to(torch.float32)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(type(decoder._family.vae), "float", half_way)
+        with pytest.raises(RankOutOfMemoryError):
+            decode(decoder, z, precision="float32")
+        np.testing.assert_array_equal(decode(decoder, z).array, before)
+
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     @pytest.mark.parametrize("mode", ["direct", "tile"])
     def test_infinite_pixels_are_reported_not_clamped_away(self, zoo: Zoo, mode: str, value: float) -> None:

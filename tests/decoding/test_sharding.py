@@ -138,6 +138,12 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Operation]] = {
 }
 
 
+def test_a_variance_beyond_float32_is_not_hidden_behind_ordinary_pixels() -> None:
+    """Its root would be the scale 0, which makes a finite picture of nothing but the bias."""
+    x = normal(1, 8, 7, 9) * 1e25
+    assert not torch.isfinite(sharded(lambda y: F.group_norm(y, 2), x, "height", 2)).any()
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("axis", ["height", "width"])
 @pytest.mark.parametrize("name", OPERATIONS)

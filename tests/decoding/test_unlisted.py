@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable
@@ -18,9 +19,12 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from decode_service.decoding.families import UnlistedFamily, family_class
+from decode_service.decoding.footprint import LiveMemory, clip_lengths, with_footprint
 from decode_service.decoding.loading import ModelSource, load_family
+from decode_service.decoding.pixels import convert
 from decode_service.decoding.rank import RankDecoder
 from decode_service.errors import ConfigError
+from decode_service.planning.memory import memory_need
 from decode_service.planning.plan import PixelFormat
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
@@ -84,6 +88,9 @@ def test_a_class_of_diffusers_decodes_from_a_folder_as_it_does_there(name: str, 
     spec = decoder.spec
     assert (spec.family, spec.class_name, spec.tested, spec.tiles) == ("unlisted", name, False, None)
     assert "tested families" in decoder.describe()["compile"]["reason"]
+    rewrites = decoder.describe()["rewrites"].values()
+    assert rewrites and not any(rewrite["active"] for rewrite in rewrites)
+    assert all("its modules run as they are" in rewrite["reason"] for rewrite in rewrites)
 
     plan = make_plan(spec, shape, group_size=1, policy=Policy())
     assert plan.mode == "direct" and not plan.tested and f"untested: {name}" in plan.reason
@@ -201,6 +208,25 @@ class TestAClassOfAUser:
         assert pictures(family, latents_of((1, 5, 1, 4, 6))).shape == (1, 3, 1, 8, 12)
         assert family.vae.encoder is not None
 
+    def test_a_half_precision_in_which_it_cannot_be_measured_is_replaced(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        decode = AutoencoderOwn.decode
+
+        def missing(self: Any, z: torch.Tensor, return_dict: bool = True) -> Any:
+            if z.dtype != torch.float32:
+                raise RuntimeError('"cdist" not implemented for "BFloat16"')
+            return decode(self, z, return_dict)
+
+        monkeypatch.setattr(AutoencoderOwn, "decode", missing)
+        AutoencoderOwn().save_pretrained(tmp_path)
+        family = load_family(ModelSource("own", str(tmp_path), dtype="bfloat16"), device=torch.device("cpu"))
+        assert family.spec.dtype == "float32" and '"cdist" not implemented' in family.spec.dtype_reason
+        assert family.vae.encoder is None
+        monkeypatch.setattr(AutoencoderOwn, "decode", lambda self, z: 1)
+        with pytest.raises(ConfigError, match="its decode cannot be used"):
+            load_family(ModelSource("own", str(tmp_path), dtype="bfloat16"), device=torch.device("cpu"))
+
     def test_a_window_sets_the_least_size(self, tmp_path: Path) -> None:
         assert loaded(tmp_path / "a").spec.min_cells == 1
         assert loaded(tmp_path / "b", least=7).spec.min_cells == 8
@@ -255,12 +281,38 @@ class TestAClassOfAUser:
         for index, (config, expected) in enumerate(cases):
             family = loaded(tmp_path / str(index), **config)
             assert not family.spec.no_denormalize_reason
+            formula = family.denormalization()
+            assert all((key in formula) == (key in config) for key in family.statistics()), formula
+            assert formula.startswith("latents") and "\n" not in formula
             torch.testing.assert_close(family.denormalize(latents), expected)
 
     def test_a_config_without_statistics_says_so(self, tmp_path: Path) -> None:
-        assert "neither a scaling_factor" in loaded(tmp_path / "a").spec.no_denormalize_reason
+        family = loaded(tmp_path / "a")
+        assert "neither a scaling_factor" in family.spec.no_denormalize_reason
+        assert family.denormalization() == f"not possible: {family.spec.no_denormalize_reason}"
         packed = loaded(tmp_path / "b", latents_mean=[0.0], latents_std=[1.0])
         assert "one value for each of 5 channels" in packed.spec.no_denormalize_reason
+        assert packed.statistics() == {}, "none that could be applied"
+
+    def test_a_clip_needs_memory_for_all_its_frames(self, tmp_path: Path) -> None:
+        """It is decoded in one pass, whatever its length; measured at one size without data, held against another with."""
+        family = loaded(tmp_path, video=True)
+        spec = with_footprint(family)
+        for frames in (3, 12):
+            shape = (1, 5, frames, 20, 22)
+            latents, memory = latents_of(shape), LiveMemory()
+            memory.know([latents, *family.vae.parameters()])
+            with torch.inference_mode(), memory:
+                for pixels in family.decode(latents, 1):
+                    convert(family.to_unit_range(pixels), PixelFormat())
+            need = memory_need(spec, shape, mode="direct", share=1.0, items=1, chunk=1)
+            assert need is not None
+            assert 0.85 * memory.peak <= need.activations <= 1.35 * memory.peak, (need.activations, memory.peak)
+
+    def test_a_rule_that_begins_late_is_measured_where_it_begins(self) -> None:
+        spec = UnlistedFamily(AutoencoderOwn(video=True).eval(), "own").spec
+        assert clip_lengths(spec) == (1, 2, 3)
+        assert clip_lengths(dataclasses.replace(spec, frame_rule=LinearFrames(2, 0, 5))) == (5, 6, 7)
 
 
 def write_config(folder: Path, class_name: str) -> str:

@@ -302,6 +302,28 @@ def test_out_of_memory_takes_a_cheaper_plan_and_says_so(tiny_wan: TinyWan, fault
     run(test)
 
 
+def test_out_of_memory_shortens_passes_before_anything_approximates(tiny_wan: TinyWan, faults: Faults) -> None:
+    """Any chunk gives the same pixels, so this is allowed where no other mode is."""
+
+    async def test() -> None:
+        latents = tiny_wan.latents(4, 6, 6)
+        lack = raising(torch.OutOfMemoryError("CUDA out of memory"))
+        async with serving(tiny_wan.config(), faults) as engine:
+            faults.on(0, lack)
+            wish = {"mode": "spatial_shard_height", "chunk": 3}
+            outcome = await engine.decode(job(latents, strict=True, **wish))
+            assert (outcome.plan.mode, outcome.plan.chunk, outcome.plan.fallback) == ("spatial_shard_height", 1, None)
+            assert "shortened from 3 to 1 latent frames, because memory ran out" in outcome.plan.reason
+            assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+            faults.on(0, lack, lack)
+            assert (await engine.decode(job(latents, **wish))).plan.mode == "tile", "shorter passes were not enough"
+            faults.on(0, lack, lack)
+            with pytest.raises(OutOfMemoryError):
+                await engine.decode(job(latents, strict=True, **wish))
+
+    run(test)
+
+
 def test_out_of_memory_is_an_error_where_no_other_plan_is_allowed(tiny_wan: TinyWan, faults: Faults) -> None:
     async def test() -> None:
         latents = tiny_wan.latents(2, 6, 6)
@@ -369,6 +391,39 @@ def test_nan_from_half_precision_is_decoded_again_in_float32(tiny_wan: TinyWan, 
             assert [task.precision for _, task in faults.tasks] == [None, "float32"]
             # bfloat16 weights, float32 arithmetic.
             assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 0.1
+
+    run(test)
+
+
+def test_a_retry_in_float32_says_so_whatever_becomes_of_its_plan(tiny_wan: TinyWan, faults: Faults) -> None:
+    """A request that load may plan anew, and one that needs a cheaper plan on its retry."""
+
+    async def test() -> None:
+        async with serving(tiny_wan.config(model={"dtype": "bfloat16"}), faults) as engine:
+            for extents, mode, faulty in (
+                ((2, 9, 10), "spatial_shard_width", ()),
+                ((2, 6, 6), "spatial_shard_width", (1,)),
+            ):
+                latents = tiny_wan.latents(*extents)
+                faults.tasks.clear()
+                faults.on(0, not_a_number, *(raising(torch.OutOfMemoryError("CUDA out of memory")) for _ in faulty))
+                plan = (await engine.decode(job(latents))).plan
+                assert plan.mode == mode
+                assert {task.precision for _, task in faults.tasks[-2:]} == {"float32"}
+                assert plan.dtype == "float32" and "bfloat16 gave NaN or Inf" in plan.dtype_reason
+
+    run(test)
+
+
+def test_a_cheaper_plan_counts_the_pixels_that_were_asked_for(tiny_wan: TinyWan, faults: Faults) -> None:
+    async def test() -> None:
+        latents = tiny_wan.latents(2, 6, 6)
+        async with serving(tiny_wan.config(), faults) as engine:
+            shared = (await engine.decode(job(latents, mode="spatial_shard_width"))).plan
+            faults.on(0, raising(torch.OutOfMemoryError("CUDA out of memory")))
+            cheaper = (await engine.decode(job(latents))).plan
+            assert cheaper.fallback == "direct ran out of memory"
+            assert cheaper.memory is not None and cheaper.memory == shared.memory
 
     run(test)
 
@@ -469,6 +524,25 @@ def test_sharding_that_differs_on_this_machine_is_switched_off(
     with caplog.at_level(logging.ERROR, "decode_service.engine"):
         run(test)
     assert "will not be sharded" in caplog.text
+
+
+def test_the_self_test_heeds_the_models_reach_and_no_limit_of_requests(
+    tiny_wan: TinyWan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from decode_service.decoding.families.wan import WanFamily
+
+    made = WanFamily.make_spec
+
+    async def test() -> None:
+        limits = {"limits": {"max_output_pixels": 1000}, "policy": {"memory_budget_bytes": 1000}}
+        async with serving(tiny_wan.config(**limits)) as engine:
+            shown = engine.describe()
+            assert shown["self_test"] == {"height": "exact", "width": "exact"} and not shown["warnings"]
+            with pytest.raises(OutputTooLargeError):
+                engine.plan((1, 4, 2, 9, 10))
+
+    monkeypatch.setattr(WanFamily, "make_spec", lambda *args: replace(made(*args), min_band_cells=4))
+    run(test)
 
 
 def test_warm_up_takes_the_ordinary_path_on_every_rank(tiny_wan: TinyWan, faults: Faults) -> None:

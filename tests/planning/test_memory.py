@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from decode_service.errors import UnsupportedModeError
-from decode_service.planning.memory import Activations, Footprint
+from decode_service.planning.memory import Activations, Footprint, gib
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import ModelSpec, StrideTiles
@@ -164,3 +164,22 @@ def test_what_nothing_can_hold_is_refused_with_what_would_fit() -> None:
 def test_a_model_that_was_not_measured_has_no_prediction_and_no_limit() -> None:
     made = plan(spec=replace(WAN, footprint=None), budget=1)
     assert made.memory is None and "memory" not in made.public()
+
+
+def test_what_is_refused_says_why_the_mode_that_was_asked_for_cannot_run() -> None:
+    with pytest.raises(UnsupportedModeError) as refused:
+        plan(mode="direct", budget=330 << 20)
+    assert "direct cannot run: it needs " in refused.value.message
+    assert "; and in tiles of 256 x 256 pixels it needs " in refused.value.message
+    with pytest.raises(UnsupportedModeError) as refused:
+        plan(mode="tile", budget=330 << 20)
+    assert "by 4 ranks: in tiles of 256 x 256 pixels it needs " in refused.value.message
+
+
+def test_memory_is_told_in_units_in_which_it_is_not_nothing() -> None:
+    assert [gib(nbytes) for nbytes in (3_000_000, 100 << 20, 256 << 20, 3 << 30)] == [
+        "2.86 MiB",
+        "100.00 MiB",
+        "0.25 GiB",
+        "3.00 GiB",
+    ]

@@ -77,6 +77,7 @@ class TestAuto:
         assert plan((1, 16, 1, 3, 40), ranks=8).mode == "spatial_shard_width"
         narrow = plan((1, 16, 1, 3, 7), ranks=8, policy=Policy(direct_max_pixels=0))
         assert narrow.mode == "tile" and "fewer than 8 ranks" in narrow.reason
+        assert "over direct_max_pixels (0) for one rank" in narrow.reason and "no exact mode" not in narrow.reason
 
     def test_bands_are_as_wide_as_the_model_reaches(self) -> None:
         spec = replace(QWEN, min_band_cells=2)

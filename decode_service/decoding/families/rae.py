@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,6 +77,10 @@ class RAEFamily(Family):
             ),
             fixed_cells=cells,
         )
+
+    def statistics(self) -> dict[str, Any]:
+        """None: those of the config are applied by ``vae.decode`` and are nobody else's business."""
+        return {}
 
     def denormalization(self) -> str:
         return "latents"

@@ -14,7 +14,7 @@ from decode_service.decoding.families.base import Family
 from decode_service.decoding.memory import is_out_of_memory
 from decode_service.errors import ConfigError
 from decode_service.planning.plan import DecodePlan
-from decode_service.planning.spec import ModelSpec, StrideTiles
+from decode_service.planning.spec import WHOLE_CLIP, ModelSpec, StrideTiles
 from decode_service.planning.temporal import FrameRule, LinearFrames, SingleFrame
 from decode_service.planning.tiles import TileSpan
 
@@ -82,6 +82,7 @@ class UnlistedFamily(Family):
             no_tiles_reason=f"{class_name} is not one of the tested families, so nobody knows how its tiles blend",
             tested=False,
             chunked=False,
+            pass_frames=WHOLE_CLIP if isinstance(measured.frame_rule, LinearFrames) else 0,
             min_cells=measured.min_cells,
             no_denormalize_reason=self._no_denormalize_reason(measured.channels),
         )
@@ -174,6 +175,18 @@ class UnlistedFamily(Family):
         if config.get("scaling_factor") is not None:
             return ""
         return "its config has neither a scaling_factor nor latents_mean and latents_std"
+
+    def statistics(self) -> dict[str, Any]:
+        return {} if self.spec.no_denormalize_reason else super().statistics()
+
+    def denormalization(self) -> str:
+        if self.spec.no_denormalize_reason:
+            return f"not possible: {self.spec.no_denormalize_reason}"
+        config = self.config
+        factor = " / scaling_factor" if config.get("scaling_factor") else ""
+        if config.get("latents_mean") is not None and config.get("latents_std") is not None:
+            return f"latents * latents_std{factor} + latents_mean, per channel"
+        return f"latents{factor}{' + shift_factor' if config.get('shift_factor') is not None else ''}"
 
     def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """By the rule that the config's keys have in most pipelines of diffusers.
