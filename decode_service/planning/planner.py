@@ -2,11 +2,11 @@
 
 ``auto`` decides in this order: a tile-only model is tiled; several items are divided over the ranks; a frame small
 enough for one rank is decoded by one; otherwise the longer axis with at least as many latent rows as ranks is sharded,
-width on ties; a model that cannot be sharded is decoded by one rank; otherwise tiles, or one rank where a model has no tile
-mode. What needs more memory than the budget, or wider operands than kernels index, cannot run. Where that divides a request
-that is not too large over all ranks, exactly, and there are as many requests as ranks (``Load``), one rank decodes it instead.
-A forced mode is never reinterpreted silently: where it cannot run, the plan falls back to tiles (to one rank where the model
-has none) and says so, and ``strict`` makes that an error.
+width on ties; otherwise one rank decodes it, and tiles are taken only where no exact mode can run. What needs more memory
+than the budget, or wider operands than kernels index, cannot run. Where that divides a request that is not too large over
+all ranks, exactly, and there are as many requests as ranks (``Load``), one rank decodes it instead. A forced mode is never
+reinterpreted silently: where it cannot run, the plan falls back to tiles (to one rank where the model has none) and says so,
+and ``strict`` makes that an error.
 """
 
 from __future__ import annotations
@@ -219,23 +219,19 @@ class _Planner:
                 return self.divided(
                     candidate, f"{axis} is the longest axis that {self.size} ranks can share: {rows} latent cells"
                 )
-        if not direct_problem and not self.spec.exact_axes:
-            return self.direct(f"one rank decodes exactly, and no group can: {self.spec.no_exact_axes_reason}")
         problems = "; ".join(dict.fromkeys(filter(None, (self.problem(m) for m in ("direct", *self.axes_by_length())))))
+        if not direct_problem:
+            # However large: exact pixels later are better than approximate ones sooner, and the caller can ask for tiles.
+            if not self.spec.exact_axes:
+                problems = self.spec.no_exact_axes_reason
+            return self.direct(f"one rank decodes exactly, and this group cannot share the frame: {problems}")
         if self.spec.tiles is None:
-            if not direct_problem:
-                return self.direct(f"one rank decodes exactly, and this group cannot: {problems}")
             advice = f"; what would fit: {self.what_would_fit()}" if advise else ""
             raise UnsupportedModeError(
                 f"{list(self.shape)} cannot be decoded by {self.size} ranks: {problems}; there is no tile mode: "
                 f"{self.spec.no_tiles_reason}{advice}",
                 param="latents.shape",
             )
-        if not direct_problem:
-            over = (
-                f"a frame of {pixels} pixels is over direct_max_pixels ({self.policy.direct_max_pixels}) for one rank"
-            )
-            return self.tile(f"{over}, and this group cannot share it: {problems}", advise=advise)
         return self.tile(f"no exact mode can run: {problems}", advise=advise)
 
     def forced(self, mode: str, strict: bool) -> DecodePlan:

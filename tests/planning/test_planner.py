@@ -76,8 +76,7 @@ class TestAuto:
     def test_an_axis_needs_as_many_rows_as_ranks(self) -> None:
         assert plan((1, 16, 1, 3, 40), ranks=8).mode == "spatial_shard_width"
         narrow = plan((1, 16, 1, 3, 7), ranks=8, policy=Policy(direct_max_pixels=0))
-        assert narrow.mode == "tile" and "fewer than 8 ranks" in narrow.reason
-        assert "over direct_max_pixels (0) for one rank" in narrow.reason and "no exact mode" not in narrow.reason
+        assert narrow.mode == "direct" and narrow.exact and "fewer than 8 ranks" in narrow.reason
 
     def test_bands_are_as_wide_as_the_model_reaches(self) -> None:
         spec = replace(QWEN, min_band_cells=2)
@@ -209,9 +208,9 @@ class TestLoad:
 
     def test_tiles_are_never_exchanged_for_an_exact_mode_because_others_wait(self) -> None:
         """The pixels of a request must not depend on who else is there."""
-        shape, policy = (1, 16, 1, 3, 7), Policy(direct_max_pixels=0)
-        assert plan(shape, ranks=8, policy=policy).mode == "tile"
-        assert plan(shape, ranks=8, policy=policy, load=Load(waiting=50)).mode == "tile"
+        shape, spec = (1, 16, 21, 270, 480), replace(WAN, exact_axes=(), no_exact_axes_reason="nobody tried")
+        assert plan(shape, ranks=8, spec=spec).mode == "tile"
+        assert plan(shape, ranks=8, spec=spec, load=Load(waiting=50)).mode == "tile"
 
     def test_requests_count_where_they_are_at_least_half_as_large(self) -> None:
         assert Load.beside(100, waiting=[49, 50, 1000], running=[10, 60]) == Load(waiting=2, running=1)

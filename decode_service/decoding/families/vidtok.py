@@ -78,7 +78,7 @@ class VidTokFamily(PassesFamily):
             operand_per_pixel=(2 * ratio + 1 if causal else ratio) * width,
             operand_per_pixel_first=(ratio + 2 if causal else ratio) * width,
             pass_frames=0 if causal else WHOLE_CLIP,
-            no_denormalize_reason="its config has no statistics, and no pipeline normalizes its latents",
+            no_denormalize_reason="its config has no statistics, and no pipeline uses any",
         )
 
     def denormalization(self) -> str:
