@@ -100,18 +100,17 @@ class Predictions:
         modes = ["tile"] if spec.tile_only else ["direct", *shared]
         try:
             small, scale = sizes(spec, ranks)
-            taken = 0.0
-            for mode in modes:
-                taken = max(taken, await self._time(spec, decode, small, mode))
-            # As large as leaves every decode its part of the time.
-            each = seconds / (len(modes) * (_REPEATS + 1))
+            # Every mode is timed at two sizes.
+            each = seconds / (2 * len(modes))
+            taken = [await self._time(spec, decode, small, mode, each) for mode in modes]
+            # As large as its part of the time allows, twice the sides at least.
             pixels = math.prod(spec.output_extents(small))
-            area = min(each / taken, max_pixels / pixels, float(scale**2))
-            scale = math.isqrt(int(area))
+            area = min(each / (_REPEATS + 1) / max(taken), float(scale**2))
+            scale = min(max(2, math.isqrt(int(area))), scale, math.isqrt(max_pixels // pixels))
             if scale > 1:
                 large = (*small[:-2], small[-2] * scale, small[-1] * scale)
                 for mode in modes:
-                    await self._time(spec, decode, large, mode)
+                    await self._time(spec, decode, large, mode, each)
             self._constants = calibrated(self._decodes)
         except DecodeServiceError as error:
             self.problem = f"the decodes that were to be timed failed: {error}"
@@ -120,10 +119,15 @@ class Predictions:
             self.problem = ""
             logger.info("calibrated %s: %s", spec.name, self._constants.public())
 
-    async def _time(self, spec: ModelSpec, decode: TimedDecode, shape: tuple[int, ...], mode: str) -> float:
-        """The fastest of a few decodes, in seconds, after one that warms up."""
-        await decode(shape, mode)
-        runs = [await decode(shape, mode) for _ in range(_REPEATS)]
+    async def _time(
+        self, spec: ModelSpec, decode: TimedDecode, shape: tuple[int, ...], mode: str, within_s: float
+    ) -> float:
+        """Seconds of the fastest of a few decodes, after one that warms up; of that one where it took ``within_s``."""
+        runs = [await decode(shape, mode)]
+        spent = first = runs[0].timings_ms["decode"] / 1e3
+        while len(runs) <= _REPEATS and spent + first / 2 < within_s:
+            runs.append(await decode(shape, mode))
+            spent += runs[-1].timings_ms["decode"] / 1e3
         run = min(runs, key=lambda run: run.timings_ms["decode"])
         done = amount_of(spec, run.plan)
         assert done is not None
@@ -196,15 +200,15 @@ class Predictions:
 def sizes(spec: ModelSpec, ranks: int) -> tuple[tuple[int, ...], int]:
     """Latents (1,C,H,W) or (1,C,T,H,W) of a small decode that every mode can carry out, and how far it may be enlarged.
 
-    Clips have three latent frames where the model takes them, so that there are passes after the first.
+    Clips have two latent frames where the model takes them, so that there is a pass after the first.
     """
     times: tuple[int, ...] = ()
     if spec.frame_rule is not None:
-        times = (next(t for t in (3, 2, *range(4, 64), 1) if spec.frame_rule.problem(t) is None),)
+        times = (next(t for t in (*range(2, 64), 1) if spec.frame_rule.problem(t) is None),)
     fixed = getattr(spec.tiles, "size_px", 0) // spec.spatial_ratio if spec.tile_only else spec.fixed_cells
     if fixed:
         return (1, spec.latent_channels, *times, fixed, fixed), 1
-    rows = max(spec.min_cells, ranks * spec.min_band_cells, 6)
+    rows = max(spec.min_cells, ranks * spec.min_band_cells, 4)
     return (1, spec.latent_channels, *times, rows, 2 * rows), _LARGEST_SCALE
 
 
