@@ -682,9 +682,11 @@ class DecodeEngine:
             self._predictions.problem = "switched off (calibration.enabled)"
             return
 
+        chunk = self._policy.chunk or 1
+
         async def decode(shape: tuple[int, ...], mode: str) -> Run:
             latents = _random_latents(shape)
-            plan = self._plan(shape, mode=mode, strict=True, collect="shards", chunk=1)
+            plan = self._plan(shape, mode=mode, strict=True, collect="shards", chunk=chunk)
             # Eagerly, as the self-test; what compiling gains is learnt from the warm-up and from requests.
             task = RankTask(plan, eager=True, request_id=f"calibration {mode}")
             return await self._run_to_the_end(task, latents, admitted=True)
@@ -693,6 +695,7 @@ class DecodeEngine:
             self.spec,
             self._group.size,
             decode,
+            chunk=chunk,
             seconds=settings.seconds,
             max_pixels=self._config.limits.max_output_pixels,
         )

@@ -40,6 +40,7 @@ WINDOW = 256
 
 _REPEATS = 2
 _LARGEST_SCALE = 8
+_LONGEST_PASS = 4
 
 TimedDecode = Callable[[tuple[int, ...], str], Awaitable[Run]]
 
@@ -82,14 +83,14 @@ class Predictions:
         return dataclasses.replace(self._constants, corrections=corrections)
 
     async def calibrate(
-        self, spec: ModelSpec, ranks: int, decode: TimedDecode, *, seconds: float, max_pixels: int
+        self, spec: ModelSpec, ranks: int, decode: TimedDecode, *, chunk: int, seconds: float, max_pixels: int
     ) -> None:
         """Time decodes of two sizes, undivided and shared along every axis, for about ``seconds``.
 
         Where that fails, ``problem`` says why, and there is no calibration.
 
         Args:
-            decode: decodes random latents of a shape in a mode.
+            decode: decodes random latents of a shape in a mode, in passes of ``chunk`` latent frames.
             max_pixels: largest picture that may be decoded.
         """
         if spec.work is None:
@@ -99,7 +100,7 @@ class Predictions:
         shared = [f"spatial_shard_{axis}" for axis in spec.exact_axes] if ranks > 1 else []
         modes = ["tile"] if spec.tile_only else ["direct", *shared]
         try:
-            small, scale = sizes(spec, ranks)
+            small, scale = sizes(spec, ranks, chunk)
             # Every mode is timed at two sizes.
             each = seconds / (2 * len(modes))
             taken = [await self._time(spec, decode, small, mode, each) for mode in modes]
@@ -197,14 +198,15 @@ class Predictions:
         }
 
 
-def sizes(spec: ModelSpec, ranks: int) -> tuple[tuple[int, ...], int]:
+def sizes(spec: ModelSpec, ranks: int, chunk: int = 1) -> tuple[tuple[int, ...], int]:
     """Latents (1,C,H,W) or (1,C,T,H,W) of a small decode that every mode can carry out, and how far it may be enlarged.
 
-    Clips have two latent frames where the model takes them, so that there is a pass after the first.
+    Clips have latent frames for one pass after the first, where the model takes so many: passes as requests have them, since
+    kernels may take longer for a single frame than for two.
     """
     times: tuple[int, ...] = ()
     if spec.frame_rule is not None:
-        times = (next(t for t in (*range(2, 64), 1) if spec.frame_rule.problem(t) is None),)
+        times = (next(t for t in (*range(1 + min(chunk, _LONGEST_PASS), 64), 1) if spec.frame_rule.problem(t) is None),)
     fixed = getattr(spec.tiles, "size_px", 0) // spec.spatial_ratio if spec.tile_only else spec.fixed_cells
     if fixed:
         return (1, spec.latent_channels, *times, fixed, fixed), 1
