@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from decode_service.decoding import work
 from decode_service.decoding.communicator import Communicator
 from decode_service.decoding.families import FAMILIES, Family
+from decode_service.decoding.rewrites import apply_rewrites
 from decode_service.decoding.sharding import ShardedFrame
 from decode_service.decoding.work import FlopCount, count, with_work
 from decode_service.planning.bands import split
@@ -138,3 +139,16 @@ def test_tiles_that_a_model_is_made_of_are_counted_too() -> None:
     for name in ("AutoencoderKLMiniMaxH3", "AutoencoderKLAllegro"):
         counts = count(catalogue.family(name))
         assert counts.flops[0] > 0 and counts.exchanges == (0.0, 0.0)
+
+
+def test_what_rewrites_save_is_counted() -> None:
+    """A causal convolution over one frame is a 2-D one: a third of the arithmetic of a still."""
+    torch.manual_seed(1)
+    vae = catalogue.TINY["AutoencoderKLWan, 2.1"]().eval().requires_grad_(False)
+    rewritten = FAMILIES["AutoencoderKLWan"](vae, "rewritten")
+    applied = apply_rewrites(vae, rewritten.structure, enabled=["one_frame_conv2d"])
+    assert [rewrite.active for rewrite in applied if rewrite.name == "one_frame_conv2d"] == [True]
+    plain, less = counted(catalogue.family("AutoencoderKLWan, 2.1")).work, counted(rewritten).work
+    assert plain is not None and less is not None
+    assert less.flops[0] < 0.5 * plain.flops[0]
+    assert less.flops[1] == pytest.approx(plain.flops[1], rel=0.01), "later frames have others before them"
