@@ -769,7 +769,9 @@ def _pixel_bytes(pixels: PixelFormat) -> int:
 def _replanned(task: RankTask, plan: DecodePlan) -> RankTask:
     """``task`` with another plan, which says the dtype that the task is decoded in: after NaN that is not the model's."""
     if task.precision is not None:
-        plan = dataclasses.replace(plan, dtype=task.plan.dtype, dtype_reason=task.plan.dtype_reason)
+        plan = dataclasses.replace(
+            plan, dtype=task.plan.dtype, dtype_reason=task.plan.dtype_reason, predicted_ms=None, alternatives=()
+        )
     return dataclasses.replace(task, plan=plan)
 
 
