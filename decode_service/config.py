@@ -157,12 +157,14 @@ class PolicyConfig(Section):
 
     Attributes:
         mode: mode of requests that ask for ``auto``; ``auto`` itself lets the planner choose.
-        direct_max_pixels: a frame of at most so many pixels (height x width) is decoded by one rank.
+        direct_max_pixels: a frame of at most so many pixels (height x width) is never sharded, whatever the predicted
+            times. None leaves it to them, and is 262144 (512 x 512) where there are none (``calibration``).
         busy_direct_max_pixels: while there are as many requests as ranks, a request of at most so many pixels in all
             (batch x frames x height x width) is decoded by one rank too, so that every rank has its own; larger ones
             would take one rank too long. 0: the load decides nothing. The default holds 81 frames of 480 x 832.
         strict: default of the request's ``strict``.
-        chunk: latent frames per decoder pass after the first, for causal families.
+        chunk: latent frames per decoder pass after the first, for causal families. None takes the shortest that is
+            predicted to be as fast as any that fits the memory, and is 1 where no times are predicted.
         collect: default of the request's ``collect``.
         tile: tile geometry; None takes the family's own.
         memory_budget_bytes: what a plan may need of a rank's memory, weights included; None takes nine tenths of a CUDA
@@ -170,13 +172,25 @@ class PolicyConfig(Section):
     """
 
     mode: Literal["auto", "direct", "batch", "tile", "spatial_shard_height", "spatial_shard_width"] = "auto"
-    direct_max_pixels: int = Field(default=512 * 512, ge=0)
+    direct_max_pixels: int | None = Field(default=None, ge=0)
     busy_direct_max_pixels: int = Field(default=32 << 20, ge=0)
     strict: Switch = False
-    chunk: int = Field(default=1, ge=1)
+    chunk: int | None = Field(default=None, ge=1)
     collect: Literal["shards", "rank0", "broadcast"] = "shards"
     tile: TileConfig | None = None
     memory_budget_bytes: int | None = Field(default=None, ge=1)
+
+
+class CalibrationConfig(Section):
+    """Decodes that are timed at the start, on the ranks that serve, so that plans can predict how long they take.
+
+    Attributes:
+        enabled: whether to. Without, ``auto`` decides by fixed rules and no plan has a predicted time.
+        seconds: how long it may take, about. Longer decodes tell more.
+    """
+
+    enabled: Switch = True
+    seconds: float = Field(default=3.0, gt=0, le=120)
 
 
 class CompileConfig(Section):
@@ -253,6 +267,7 @@ class ServiceConfig(Section):
     model: ModelConfig
     group: GroupConfig = GroupConfig()
     policy: PolicyConfig = PolicyConfig()
+    calibration: CalibrationConfig = CalibrationConfig()
     compile: CompileConfig = CompileConfig()
     rewrites: RewritesConfig = RewritesConfig()
     warmup: WarmupConfig = WarmupConfig()

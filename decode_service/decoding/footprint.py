@@ -112,7 +112,7 @@ class LiveMemory(TorchDispatchMode):
         self.live -= nbytes
 
 
-class _Alone(Communicator):
+class Alone(Communicator):
     """One rank of several whose peers are not there: what it receives has a shape, which is all that is asked of it."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -139,10 +139,7 @@ class _Alone(Communicator):
 
 def with_footprint(family: Family) -> ModelSpec:
     """The spec of a loaded model with its footprint, or without one where its decoder cannot run on shapes alone."""
-    parameters = {name: (tuple(x.shape), str(x.dtype)) for name, x in family.vae.state_dict().items()}
-    # Rewrites change the modules' classes, and with them what is alive at a time.
-    classes = [type(module).__name__ for module in family.vae.modules()]
-    key = json.dumps([family.config, parameters, classes], default=str, sort_keys=True)
+    key = identity(family)
     if key not in _measured:
         begun = time.perf_counter()
         try:
@@ -154,6 +151,14 @@ def with_footprint(family: Family) -> ModelSpec:
             return family.spec
         logger.info("measured the memory that %s needs in %.1f s", family.spec.name, time.perf_counter() - begun)
     return dataclasses.replace(family.spec, footprint=_measured[key])
+
+
+def identity(family: Family) -> str:
+    """What models have in common that take the same of memory and arithmetic."""
+    parameters = {name: (tuple(x.shape), str(x.dtype)) for name, x in family.vae.state_dict().items()}
+    # Rewrites change the modules' classes, and with them what is alive at a time.
+    classes = [type(module).__name__ for module in family.vae.modules()]
+    return json.dumps([family.config, parameters, classes], default=str, sort_keys=True)
 
 
 def measure(family: Family) -> Footprint:
@@ -227,7 +232,7 @@ def _activations(family: Family, axis: str | None) -> Activations:
 def _peak(family: Family, frames: int, chunk: int, axis: str | None) -> tuple[float, float]:
     """Bytes per output pixel of one frame, at the peak and between passes, of a clip of ``frames`` latent frames."""
     spec = family.spec
-    height = width = _measured_cells(spec)
+    height = width = measured_cells(spec)
     latents = torch.empty((1, spec.latent_channels, frames, height, width), dtype=family.dtype(), device="meta")
     memory = LiveMemory()
     memory.know([*family.vae.parameters(), *family.vae.buffers()])
@@ -241,7 +246,7 @@ def _peak(family: Family, frames: int, chunk: int, axis: str | None) -> tuple[fl
                 bands = split(height, _BANDS)
                 latents = latents.narrow(AXIS_DIM[axis], bands[1].start, bands[1].size)
                 height, width = latents.shape[-2:]
-            frame = ShardedFrame(_Alone(1, _BANDS), axis, bands) if axis is not None else None
+            frame = ShardedFrame(Alone(1, _BANDS), axis, bands) if axis is not None else None
             passes = family.decode(latents, chunk)
             while True:
                 if frame is not None:
@@ -259,7 +264,7 @@ def _peak(family: Family, frames: int, chunk: int, axis: str | None) -> tuple[fl
     return memory.peak / area, (between / area if frames > 1 and not spec.pass_frames else 0.0)
 
 
-def _measured_cells(spec: ModelSpec) -> int:
+def measured_cells(spec: ModelSpec) -> int:
     """Latent rows, and as many columns, of the frame that is measured."""
     if spec.fixed_cells:
         return spec.fixed_cells

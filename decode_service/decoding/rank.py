@@ -23,6 +23,7 @@ from decode_service.decoding.memory import is_out_of_memory
 from decode_service.decoding.pixels import TORCH_DTYPES, axis_dim, convert, from_carrier, pixel_shape, to_numpy
 from decode_service.decoding.rewrites import NAMES, Rewrite, apply_rewrites
 from decode_service.decoding.sharding import ShardedFrame
+from decode_service.decoding.work import with_work
 from decode_service.planning.bands import Band
 from decode_service.planning.conditioning import Conditioning
 from decode_service.planning.layouts import Arrangement
@@ -119,8 +120,8 @@ class RankDecoder:
         return self._family.spec
 
     def measured_spec(self) -> ModelSpec:
-        """The spec with the memory that decodes need, which takes a second or two to measure."""
-        return with_footprint(self._family)
+        """The spec with the memory and the work that decodes need, which takes a few seconds to measure."""
+        return with_work(self._family, with_footprint(self._family))
 
     def describe(self) -> dict[str, Any]:
         """The model as ``/v1/models/{name}`` shows it: plain values only."""

@@ -26,6 +26,7 @@ import numpy as np
 from decode_client.wire import WireTensor
 
 from decode_service.config import ServiceConfig
+from decode_service.engine.predictions import Predictions
 from decode_service.engine.protocol import (
     DecodeJob,
     DecodeOutcome,
@@ -92,6 +93,7 @@ class DecodeEngine:
         self._warnings: list[str] = []
         self._self_test: dict[str, str] = {}
         self._warm_shapes: list[list[int]] = []
+        self._predictions = Predictions()
         self._compile_off: str | None = None
         self._unrecovered: list[tuple[RankError, bool]] = []
         self._recovery: asyncio.Future[None] | None = None
@@ -119,13 +121,16 @@ class DecodeEngine:
         self._state = "self_test"
         await self._test_exact_axes()
         self._refuse_if_given_up()
+        await self._calibrate()
+        self._refuse_if_given_up()
         tested = time.monotonic()
         self._state = "warming"
         await self._warm_up()
         self._refuse_if_given_up()
+        self._predictions.settle()
         self._state = "ready"
         logger.info(
-            "%s is ready on %d rank(s): start %.1f s, self-test %.1f s, warm-up %.1f s",
+            "%s is ready on %d rank(s): start %.1f s, self-test and calibration %.1f s, warm-up %.1f s",
             self.spec.name,
             self._group.size,
             loaded - begun,
@@ -185,6 +190,7 @@ class DecodeEngine:
             "limits": config.limits.model_dump(mode="json"),
             "compile": {"enabled": compiling["active"] and off_because is None, "off_because": off_because},
             "self_test": dict(self._self_test),
+            **self._predictions.describe(),
             "warm_shapes": [list(shape) for shape in self._warm_shapes],
             "state": self._state,
             "warnings": list(self._warnings),
@@ -246,7 +252,15 @@ class DecodeEngine:
         )
 
     def _plan_beside(self, load: Load, *, latent_shape: tuple[int, ...], **wishes: Any) -> DecodePlan:
-        return make_plan(self.spec, latent_shape, group_size=self._group.size, policy=self._policy, load=load, **wishes)
+        return make_plan(
+            self.spec,
+            latent_shape,
+            group_size=self._group.size,
+            policy=self._policy,
+            load=load,
+            calibration=self._predictions.calibration,
+            **wishes,
+        )
 
     def _replan(self, plan: DecodePlan, **wishes: Any) -> Replan | None:
         """How the request of ``plan`` is planned for the load at its start; None where no load makes a difference."""
@@ -301,7 +315,9 @@ class DecodeEngine:
             caller=job.caller,
             replan=self._replan(plan, **wishes),
         )
-        timings = {**run.timings_ms, "total": (time.monotonic() - begun) * 1e3}
+        self._predictions.observe(self.spec, run, pixel_bytes=wishes["pixel_bytes"])
+        predicted = {} if run.plan.predicted_ms is None else {"predicted": run.plan.predicted_ms}
+        timings = {**run.timings_ms, **predicted, "total": (time.monotonic() - begun) * 1e3}
         outcome = outcome_of(run, job.pixels.dtype, timings)
         logger.info(
             "decoded %s to %s, %s on %d rank(s) in %.0f ms (queue %.0f, decode %.0f), request %s",
@@ -435,7 +451,8 @@ class DecodeEngine:
         answered.add("float32")
         logger.warning("NaN or Inf in the pixels of request %s: decoding it in float32", task.request_id or "-")
         why = f"decoded again, because {self._dtype_name()} gave NaN or Inf"
-        plan = dataclasses.replace(task.plan, dtype="float32", dtype_reason=why)
+        # What was predicted is not for float32.
+        plan = dataclasses.replace(task.plan, dtype="float32", dtype_reason=why, predicted_ms=None, alternatives=())
         return dataclasses.replace(task, plan=plan, precision="float32")
 
     def _dtype_name(self) -> str:
@@ -641,7 +658,7 @@ class DecodeEngine:
             # One frame alone would not test what passes hand on; image decoders take nothing else.
             frames = next(t for t in (*range(2, 64), 1) if spec.frame_rule.problem(t) is None)
             shape = (*shape[:2], frames, *shape[2:])
-        latents = WireTensor("float32", shape, np.random.default_rng(0).standard_normal(shape, np.float32).tobytes())
+        latents = _random_latents(shape)
         try:
             reference = await self._decode_for_test(latents, "direct")
         except DecodeServiceError as error:
@@ -657,6 +674,31 @@ class DecodeEngine:
                 self._self_test[axis] = "exact"
             else:
                 self._distrust((axis,), problem)
+
+    async def _calibrate(self) -> None:
+        """Time a few small decodes, so that plans can predict how long theirs take."""
+        settings = self._config.calibration
+        if not settings.enabled:
+            self._predictions.problem = "switched off (calibration.enabled)"
+            return
+
+        chunk = self._policy.chunk or 1
+
+        async def decode(shape: tuple[int, ...], mode: str) -> Run:
+            latents = _random_latents(shape)
+            plan = self._plan(shape, mode=mode, strict=True, collect="shards", chunk=chunk)
+            # Eagerly, as the self-test; what compiling gains is learnt from the warm-up and from requests.
+            task = RankTask(plan, eager=True, request_id=f"calibration {mode}")
+            return await self._run_to_the_end(task, latents, admitted=True)
+
+        await self._predictions.calibrate(
+            self.spec,
+            self._group.size,
+            decode,
+            chunk=chunk,
+            seconds=settings.seconds,
+            max_pixels=self._config.limits.max_output_pixels,
+        )
 
     async def _decode_for_test(self, latents: WireTensor, mode: str) -> np.ndarray:
         pixels = PixelFormat("float32", "model")
@@ -691,8 +733,7 @@ class DecodeEngine:
             begun = time.monotonic()
             try:
                 plan = self._plan(shape)
-                data = np.random.default_rng(0).standard_normal(shape, np.float32)
-                latents = WireTensor("float32", shape, data.tobytes())
+                latents = _random_latents(shape)
                 replan = self._replan(plan)
                 # Both ways in which requests of this shape are decoded, on an idle group and on a busy one.
                 for each in [plan] if replan is None else [plan, replan(full(self._group.size))]:
@@ -701,7 +742,12 @@ class DecodeEngine:
                     # there are ranks get one each.
                     copies = 1 if _needs_all_ranks(each) else self._group.size
                     runs = [self._run_to_the_end(task, latents, admitted=True) for _ in range(copies)]
-                    await asyncio.gather(*runs)
+                    warmed = await asyncio.gather(*runs)
+                    if any(part.compiled for run in warmed for part in run.parts):
+                        # Once more, now that compiling takes no part of the time that predictions learn from.
+                        self._predictions.observe(self.spec, warmed[0])
+                        warmed = [await self._run_to_the_end(task, latents, admitted=True)]
+                    self._predictions.observe(self.spec, warmed[0])
             except DecodeServiceError as error:
                 logger.warning("warm-up of %s failed: %s", list(shape), error)
                 self._warnings.append(f"warm-up of {list(shape)} failed: {error}")
@@ -723,8 +769,14 @@ def _pixel_bytes(pixels: PixelFormat) -> int:
 def _replanned(task: RankTask, plan: DecodePlan) -> RankTask:
     """``task`` with another plan, which says the dtype that the task is decoded in: after NaN that is not the model's."""
     if task.precision is not None:
-        plan = dataclasses.replace(plan, dtype=task.plan.dtype, dtype_reason=task.plan.dtype_reason)
+        plan = dataclasses.replace(
+            plan, dtype=task.plan.dtype, dtype_reason=task.plan.dtype_reason, predicted_ms=None, alternatives=()
+        )
     return dataclasses.replace(task, plan=plan)
+
+
+def _random_latents(shape: tuple[int, ...]) -> WireTensor:
+    return WireTensor("float32", shape, np.random.default_rng(0).standard_normal(shape, np.float32).tobytes())
 
 
 def _needs_all_ranks(plan: DecodePlan) -> bool:

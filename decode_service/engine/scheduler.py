@@ -5,7 +5,7 @@ they are asked when they are about to start, because what is better depends on w
 
 Callers take turns, one job each, and jobs of one caller start in order; retries and recovery go before all turns. Whoever
 is next starts next: a gang job whose turn it is waits for all ranks, and nothing overtakes it meanwhile, not even on
-ranks that are idle. How long a small job takes is not known, so it could not be promised that the gang job starts no
+ranks that are idle. How long a small job takes is predicted at best, so it could not be promised that the gang job starts no
 later. So a job with k others of its caller before it waits for at most k + 1 turns of each other caller.
 
 Where the queue is full, a caller that has much in it gives way to one that has less.

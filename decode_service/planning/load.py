@@ -14,8 +14,8 @@ from dataclasses import dataclass
 class Load:
     """What a group has to do besides one request, as far as it matters for that request.
 
-    Work is measured in decoded pixels (batch x frames x height x width), because how long a decode takes is not known
-    beforehand. Requests that only all ranks together can decode do not count: they leave no rank to anybody.
+    Work is measured in decoded pixels (batch x frames x height x width), which are known exactly beforehand, and times
+    are predicted at best. Requests that only all ranks together can decode do not count: they leave no rank to anybody.
 
     Attributes:
         waiting: requests that wait for a rank and are at least half as large. Smaller ones are no reason to decode a

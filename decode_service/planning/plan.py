@@ -58,6 +58,8 @@ class DecodePlan:
         tested: whether the model is of a family that tests compare with diffusers; ``reason`` says so where it is not.
         memory: predicted need of the rank that needs most, or None where the model was not measured.
         dtype, dtype_reason: dtype of the arithmetic, and why it is that one.
+        predicted_ms: how long the ranks will take, or None where no times were measured on them.
+        alternatives: the other exact modes that could decode it, and how long they would take in milliseconds.
     """
 
     mode: Mode
@@ -79,6 +81,8 @@ class DecodePlan:
     memory: MemoryNeed | None = None
     dtype: str = ""
     dtype_reason: str = ""
+    predicted_ms: float | None = None
+    alternatives: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -131,6 +135,9 @@ class DecodePlan:
             shown["dtype"], shown["dtype_reason"] = self.dtype, self.dtype_reason
         if self.memory is not None:
             shown["memory"] = self.memory.public()
+        if self.predicted_ms is not None:
+            shown["predicted_ms"] = round(self.predicted_ms, 1)
+            shown["alternatives"] = {mode: round(milliseconds, 1) for mode, milliseconds in self.alternatives}
         return shown
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,5 +166,6 @@ class DecodePlan:
             "owners": tuple(values["owners"]),
             "latent_shape": tuple(values["latent_shape"]),
             "memory": MemoryNeed(**values["memory"]) if values.get("memory") else None,
+            "alternatives": tuple((mode, milliseconds) for mode, milliseconds in values.get("alternatives", ())),
         }
         return cls(**plain)

@@ -1,12 +1,14 @@
-"""The planner: (model, latent shape, group size, policy, wish, load) -> ``DecodePlan``, as one pure function.
+"""The planner: (model, latent shape, group size, policy, wish, load, calibration) -> ``DecodePlan``, as one pure function.
 
-``auto`` decides in this order: a tile-only model is tiled; several items are divided over the ranks; a frame small
-enough for one rank is decoded by one; otherwise the longer axis with at least as many latent rows as ranks is sharded,
-width on ties; otherwise one rank decodes it, and tiles are taken only where no exact mode can run. What needs more memory
-than the budget, or wider operands than kernels index, cannot run. Where that divides a request that is not too large over
-all ranks, exactly, and there are as many requests as ranks (``Load``), one rank decodes it instead. A forced mode is never
-reinterpreted silently: where it cannot run, the plan falls back to tiles (to one rank where the model has none) and says so,
-and ``strict`` makes that an error.
+``auto`` takes, of the exact modes that can run, the one that is predicted to be done first, where the group was calibrated
+(``decode_service.planning.cost``); a frame within ``direct_max_pixels``, if the operator gave one, is not sharded whatever
+the prediction. Without a calibration it decides by rules, in this order: a tile-only model is tiled; several items are
+divided over the ranks; a frame small enough for one rank is decoded by one; otherwise the longer axis with at least as many
+latent rows as ranks is sharded, width on ties; otherwise one rank decodes it. Tiles are taken only where no exact mode can
+run. What needs more memory than the budget, or wider operands than kernels index, cannot run. Where that divides a request
+that is not too large over all ranks, exactly, and there are as many requests as ranks (``Load``), one rank decodes it instead.
+A forced mode is never reinterpreted silently: where it cannot run, the plan falls back to tiles (to one rank where the model
+has none) and says so, and ``strict`` makes that an error.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from decode_service.errors import InvalidLatentsError, InvalidRequestError, UnsupportedModeError
 from decode_service.planning.bands import Band, split
+from decode_service.planning.cost import Amount, Calibration, amount
 from decode_service.planning.load import Load
 from decode_service.planning.memory import MemoryNeed, gib, memory_need
 from decode_service.planning.plan import COLLECTS, MODES, SHARD_AXIS, Axis, Collect, DecodePlan, Mode
@@ -27,6 +30,16 @@ MAX_OPERAND_ELEMENTS = 2**31 - 1
 
 #: The reason of a plan in the mode that was forced.
 ASKED_FOR = "asked for"
+
+#: Frames of at most so many pixels go to one rank where neither a prediction nor the operator decides.
+DIRECT_MAX_PIXELS = 512 * 512
+
+#: Predictions that differ by less are equal. Then the mode that leaves most to other requests goes first.
+MODE_MARGIN = 0.1
+
+#: Lengths of passes that are compared where nobody asks for one, and what the shortest may take more than the best.
+CHUNKS = (1, 2, 4, 8, 16)
+CHUNK_MARGIN = 0.05
 
 #: Latent rows and columns that one rank decodes at a time.
 Region = tuple[int, int]
@@ -50,10 +63,10 @@ class Policy:
     """The operator's choices; see ``decode_service.config.PolicyConfig`` for their meaning."""
 
     mode: str = "auto"
-    direct_max_pixels: int = 512 * 512
+    direct_max_pixels: int | None = None
     busy_direct_max_pixels: int = 32 << 20
     strict: bool = False
-    chunk: int = 1
+    chunk: int | None = None
     collect: str = "shards"
     memory_budget_bytes: int | None = None
 
@@ -133,6 +146,7 @@ def make_plan(
     chunk: int | None = None,
     load: Load | None = None,
     pixel_bytes: int = 1,
+    calibration: Calibration | None = None,
 ) -> DecodePlan:
     """Decide how latents of ``latent_shape`` are decoded by a group of ``group_size`` ranks.
 
@@ -140,9 +154,11 @@ def make_plan(
         mode: ``auto`` or one of ``MODES``; ``auto`` takes the policy's mode.
         strict: whether a forced mode that cannot run is an error; None takes the policy's.
         collect: one of ``COLLECTS``; None takes the policy's.
-        chunk: latent frames per decoder pass after the first; None takes the policy's.
+        chunk: latent frames per decoder pass after the first; None takes the policy's, and where that has none the one
+            that is predicted to be fastest, or 1.
         load: what else the group has to do. Only ``auto`` heeds it, to choose between exact modes; None is nothing.
         pixel_bytes: bytes of one value of the reply, for the memory that it takes.
+        calibration: how fast the group is; None where nobody measured, so that fixed rules decide.
 
     Raises:
         InvalidLatentsError: the shape does not fit the model.
@@ -160,10 +176,19 @@ def make_plan(
         raise InvalidRequestError(f"chunk must be at least 1 latent frame, got {chunk}", param="chunk")
 
     passes = policy.chunk if chunk is None else chunk
-    planner = _Planner(spec, latent_shape, group_size, policy, how, passes, pixel_bytes)
+    planner = _Planner(spec, latent_shape, group_size, policy, how, passes, pixel_bytes, calibration)
     if wished == "auto":
         return planner.under(load or Load())
     return planner.forced(wished, policy.strict if strict is None else strict)
+
+
+def amount_of(spec: ModelSpec, plan: DecodePlan, *, pixel_bytes: int = 1) -> Amount | None:
+    """What the rank that has most to do does in ``plan``; None for a model whose work was not counted."""
+    planner = _Planner(spec, plan.latent_shape, plan.ranks, Policy(), plan.collect, plan.chunk, pixel_bytes)
+    tiles = None
+    if plan.tiles is not None:
+        tiles = _Tiles(plan.tiles, plan.tiles.areas() * spec.tile_parts(plan.latent_shape), plan.owners, plan.ranks)
+    return planner.amount(plan.mode, plan.chunk, tiles)
 
 
 class _Planner:
@@ -176,8 +201,9 @@ class _Planner:
         group_size: int,
         policy: Policy,
         collect: str,
-        chunk: int,
+        chunk: int | None,
         pixel_bytes: int = 1,
+        calibration: Calibration | None = None,
     ) -> None:
         self.spec = spec
         self.shape = shape
@@ -186,7 +212,10 @@ class _Planner:
         self.collect = collect
         self.frames, self.height, self.width = spec.output_extents(shape)
         self.latent_frames = shape[2] if len(shape) == 5 else 1
-        self.chunk = chunk if spec.chunked else 1
+        self.calibration = None if spec.work is None else calibration
+        # None: the planner chooses.
+        self.chunk = chunk if chunk is not None and spec.chunked else 1
+        self.free_chunk = chunk is None and spec.chunked and self.calibration is not None
         self.pixel_bytes = pixel_bytes
 
     def under(self, load: Load) -> DecodePlan:
@@ -202,14 +231,15 @@ class _Planner:
     def auto(self, *, advise: bool = True) -> DecodePlan:
         if self.spec.tile_only:
             return self.tile("the model decodes by its own tiles only", advise=advise)
+        soonest = self.soonest()
+        if soonest is not None:
+            return soonest
         if self.shape[0] > 1 and self.size > 1 and not self.problem("batch"):
             return self.divided("batch", f"{self.shape[0]} items over {self.size} ranks")
         direct_problem = self.problem("direct")
-        pixels = self.height * self.width
-        if not direct_problem and pixels <= self.policy.direct_max_pixels:
-            return self.direct(
-                f"a frame of {pixels} pixels is within direct_max_pixels ({self.policy.direct_max_pixels})"
-            )
+        limit = DIRECT_MAX_PIXELS if self.policy.direct_max_pixels is None else self.policy.direct_max_pixels
+        if not direct_problem and self.height * self.width <= limit:
+            return self.direct(self.within(limit))
         if self.size == 1 and not direct_problem:
             return self.direct("a group of one rank")
         for candidate in self.axes_by_length():
@@ -262,6 +292,85 @@ class _Planner:
                 param="mode",
             )
         return self.direct(reason, fallback=fallback)
+
+    def within(self, limit: int) -> str:
+        return f"a frame of {self.height * self.width} pixels is within direct_max_pixels ({limit})"
+
+    def soonest(self) -> DecodePlan | None:
+        """The exact mode that is predicted to be done first; None without predictions, or where no exact mode can run."""
+        times = dict(self.predictions())
+        limit = self.policy.direct_max_pixels
+        small = limit is not None and self.height * self.width <= limit and "direct" in times
+        if small:
+            times = {mode: milliseconds for mode, milliseconds in times.items() if mode in ("direct", "batch")}
+        if not times:
+            return None
+        least = min(times.values())
+        mode = next(mode for mode, milliseconds in times.items() if milliseconds * (1 - MODE_MARGIN) <= least)
+        others = [f"{milliseconds:.0f} in {other}" for other, milliseconds in times.items() if other != mode]
+        reason = f"predicted to take {times[mode]:.0f} ms"
+        if others:
+            reason += f", against {', '.join(others)}"
+        elif small and limit is not None:
+            reason = self.within(limit)
+        elif self.size == 1:
+            reason = "a group of one rank"
+        elif not self.spec.exact_axes:
+            reason = f"one rank decodes exactly, and no group can: {self.spec.no_exact_axes_reason}"
+        if mode == "direct":
+            return self.direct(reason)
+        return self.divided(mode, reason)
+
+    def predictions(self) -> tuple[tuple[str, float], ...]:
+        """Every exact mode that can run and its predicted time in milliseconds, those that hold fewer ranks first."""
+        if self.calibration is None or self.spec.tile_only:
+            return ()
+        times = []
+        for mode in ("direct", "batch", *self.axes_by_length()):
+            if mode != "direct" and self.size == 1:
+                continue
+            if self.problem(mode) is None:
+                milliseconds = self.predicted_ms(mode, self.settle(mode, self.region(mode)).chunk)
+                times += [] if milliseconds is None else [(mode, milliseconds)]
+        return tuple(times)
+
+    def predicted_ms(self, mode: str, chunk: int, tiles: _Tiles | None = None) -> float | None:
+        """How long the ranks take in ``mode``; None where nobody measured."""
+        done = self.amount(mode, chunk, tiles)
+        return None if done is None or self.calibration is None else self.calibration.seconds(done, mode) * 1e3
+
+    def amount(self, mode: str, chunk: int, tiles: _Tiles | None) -> Amount | None:
+        """What the rank that has most to do does in ``mode``; None where nobody counted."""
+        region = self.region(mode)
+        parallel = min(self.size, self.shape[0]) if mode == "batch" else self.size
+        return amount(
+            self.spec,
+            self.shape,
+            mode=mode,
+            ranks=tiles.ranks if tiles else 1 if mode == "direct" else parallel,
+            chunk=chunk,
+            share=region[0] * region[1] / (self.shape[-2] * self.shape[-1]),
+            items=split(self.shape[0], parallel)[0].size if mode == "batch" else self.shape[0],
+            collect=self.collect,
+            pixel_bytes=self.pixel_bytes,
+            tiles=tiles.jobs() if tiles else (),
+        )
+
+    def soonest_chunk(self, mode: str, region: Region, tiles: _Tiles | None) -> int:
+        """The length of passes that nobody asked for: the shortest that is as good as the best that fits."""
+        budget = self.policy.memory_budget_bytes
+        times = {}
+        for chunk in CHUNKS:
+            need = self.need(mode, region, chunk, tiles)
+            too_much = need is not None and budget is not None and need.per_rank_bytes > budget
+            beyond = self.operand_elements(region, chunk) > MAX_OPERAND_ELEMENTS or too_much
+            if chunk > 1 and (beyond or chunk > self.latent_frames - 1):
+                break
+            milliseconds = self.predicted_ms(mode, chunk, tiles)
+            assert milliseconds is not None
+            times[chunk] = milliseconds
+        least = min(times.values())
+        return next(chunk for chunk, milliseconds in times.items() if milliseconds * (1 - CHUNK_MARGIN) <= least)
 
     def axes_by_length(self) -> tuple[str, str]:
         """Both spatial modes, the longer axis first, width on ties."""
@@ -317,21 +426,22 @@ class _Planner:
         ratio, padding = self.spec.spatial_ratio, self.spec.operand_padding
         return (region[0] * ratio + padding) * (region[1] * ratio + padding)
 
-    def fitting_chunk(self, region: Region) -> int | None:
-        """The longest chunk up to the one asked for whose operands PyTorch's kernels can index; None if there is none.
+    def fitting_chunk(self, region: Region, wished: int) -> int | None:
+        """The longest chunk up to ``wished`` whose operands PyTorch's kernels can index; None if there is none.
 
         Any chunk gives the same pixels, so one that is too long is shortened rather than refused.
         """
-        if self.operand_elements(region, self.chunk) <= MAX_OPERAND_ELEMENTS:
-            return self.chunk
+        if self.operand_elements(region, wished) <= MAX_OPERAND_ELEMENTS:
+            return wished
         if self.operand_elements(region, 1) > MAX_OPERAND_ELEMENTS:
             return None
         per_frame = self.spec.operand_per_pixel * self.padded_pixels(region)
-        return min(self.chunk, int(MAX_OPERAND_ELEMENTS / per_frame))
+        return min(wished, int(MAX_OPERAND_ELEMENTS / per_frame))
 
     def settle(self, mode: str, region: Region, tiles: _Tiles | None = None) -> _Settled:
         """The longest chunk with which ``mode`` fits the kernels and the memory, what it needs, and why none does."""
-        chunk = self.fitting_chunk(region)
+        wished = self.soonest_chunk(mode, region, tiles) if self.free_chunk else self.chunk
+        chunk = self.fitting_chunk(region, wished)
         if chunk is None:
             return _Settled(
                 1,
@@ -404,6 +514,7 @@ class _Planner:
     def can(self, shape: tuple[int, ...], ranks: int | None = None, budget: int | None = -1) -> bool:
         """Whether ``auto`` has a plan for another shape, another number of ranks, or another budget."""
         policy = self.policy if budget == -1 else replace(self.policy, memory_budget_bytes=budget)
+        # Whether it can does not depend on how fast it is.
         other = _Planner(self.spec, shape, ranks or self.size, policy, self.collect, self.chunk, self.pixel_bytes)
         try:
             validate_latents(self.spec, shape)
@@ -462,7 +573,9 @@ class _Planner:
             reason += f"; approximate: {self.spec.tile_difference}"
         settled = settled or self.settle(mode, self.region(mode))
         chunk = settled.chunk
-        if chunk < self.chunk:
+        if self.free_chunk and chunk > 1:
+            reason += f"; passes of {chunk} latent frames, which take less time than shorter ones"
+        elif chunk < self.chunk:
             reason += f"; chunk shortened from {self.chunk} to {chunk} latent frames, which is {settled.bound}"
         if not self.spec.tested:
             reason += f"; untested: {self.spec.class_name} is in no family that is compared with diffusers, and its own decode runs"
@@ -486,6 +599,8 @@ class _Planner:
             memory=settled.need,
             dtype=self.spec.dtype,
             dtype_reason=self.spec.dtype_reason,
+            predicted_ms=self.predicted_ms(mode, chunk, tiles),
+            alternatives=tuple((other, ms) for other, ms in self.predictions() if other != mode),
         )
 
 
@@ -497,6 +612,11 @@ class _Tiles:
     work: tuple[int, ...]
     owners: tuple[int, ...]
     ranks: int
+
+    def jobs(self) -> list[tuple[int, int, int]]:
+        """Owner, part in time and latent cells of every tile."""
+        pairs = zip(self.owners, self.work, strict=True)
+        return [(owner, index // self.grid.count, cells) for index, (owner, cells) in enumerate(pairs)]
 
     def largest_share(self) -> int:
         """Latent cells of the rank that decodes most."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from decode_service.planning.cost import Work
 from decode_service.planning.memory import Footprint
 from decode_service.planning.temporal import ClipFrames, FadedFrames, FrameRule, OverlapFrames
 from decode_service.planning.tiles import TileGrid, TileSpan, overlap_axis, stride_axis
@@ -150,6 +151,7 @@ class ModelSpec:
         default_timestep: what the model's pipeline decodes at where nothing else is asked for, or None for decoders without
             timestep conditioning.
         footprint: what it takes of a rank's memory, measured at loading; None where nobody measured.
+        work: what decoding takes of arithmetic and exchanges, counted at loading; None where nobody counted.
         dtype: dtype of the arithmetic; empty before a model is loaded.
         dtype_reason: why it is that one.
     """
@@ -183,6 +185,7 @@ class ModelSpec:
     fixed_cells: int = 0
     min_band_cells: int = 1
     footprint: Footprint | None = None
+    work: Work | None = None
     dtype: str = ""
     dtype_reason: str = ""
 

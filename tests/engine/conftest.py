@@ -45,6 +45,8 @@ class TinyWan:
             "model": {"name": "tiny", "source": str(self.folder), "dtype": "float32"},
             "group": {"ranks": 2, "threads": 1, "collective_timeout_s": 20, "abort_grace_s": 5},
             "policy": {"direct_max_pixels": 64 * 64},
+            # Modes follow from the rules, and faults meet the decodes that they are meant for.
+            "calibration": {"enabled": False},
         }
         for name, section in sections.items():
             values[name] = {**values.get(name, {}), **section}

@@ -68,6 +68,7 @@ def test_ltx_latents_with_noise_are_the_same_pixels_on_one_rank_and_on_two(tmp_p
                 "model": {"name": "ltx", "source": str(tmp_path), "dtype": "float32"},
                 "group": {"ranks": ranks, "threads": 1},
                 "policy": {"direct_max_pixels": 1},
+                "calibration": {"enabled": False},
             }
         )
         async with client_of(config) as (client, _):

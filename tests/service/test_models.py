@@ -81,6 +81,8 @@ def application(name: str, model: dict[str, str], prefix: str) -> dict[str, Any]
             "model": {"name": name, "dtype": "float32", **model},
             "group": {"ranks": 2, "device": "cpu", "threads": 1},
             "policy": policy,
+            # Modes follow from the shape alone.
+            "calibration": {"enabled": False},
             "limits": {"max_body_bytes": 1 << 20, "max_output_pixels": 1 << 20},
         },
     }

@@ -1,0 +1,219 @@
+"""How long decodes take here: measured at the start, corrected by every request, and compared with what was predicted.
+
+At the start a few small decodes are timed on the ranks that serve, which gives a ``Calibration``. Afterwards every mode keeps a
+factor: the exponentially weighted geometric mean of what decodes took over what the constants say. Plans get it with the
+constants, so that they stay a function of their inputs; the same sequence of requests and times gives the same factors.
+
+No Ray and no torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from decode_service.engine.runs import Run
+from decode_service.errors import DecodeServiceError
+from decode_service.planning.cost import Calibration, Timed, calibrated
+from decode_service.planning.planner import amount_of
+from decode_service.planning.spec import ModelSpec
+
+logger = logging.getLogger("decode_service.engine")
+
+#: Weight of one request in the factor of its mode, once there were some; the first ones weigh more.
+WEIGHT = 0.1
+
+#: A request counts as at most so much slower or faster than predicted: one that was interrupted must not decide the next ones.
+LARGEST_RATIO = 8.0
+
+#: By how much a mode's factor returns to what it was at the start with every request in another mode. A mode that was slow
+#: once (another process was busy) would otherwise never be tried again.
+FORGETTING = 0.01
+
+#: Requests of a mode over which statistics are taken.
+WINDOW = 256
+
+_REPEATS = 2
+_LARGEST_SCALE = 8
+_LONGEST_PASS = 4
+
+TimedDecode = Callable[[tuple[int, ...], str], Awaitable[Run]]
+
+
+@dataclasses.dataclass
+class _Mode:
+    """What is known of decodes in one mode; logarithms of factors.
+
+    Attributes:
+        count: decodes so far.
+        correction: of the constants.
+        at_start: what it was when the service became ready.
+        ratios: actual over predicted, of the last ones.
+        errors_ms: actual minus predicted, of the last ones.
+    """
+
+    count: int = 0
+    correction: float = 0.0
+    at_start: float = 0.0
+    ratios: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
+    errors_ms: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
+
+
+class Predictions:
+    """The calibration of one group, and how well it predicts."""
+
+    def __init__(self) -> None:
+        self._constants: Calibration | None = None
+        self._modes: dict[str, _Mode] = {}
+        self._decodes: list[Timed] = []
+        self._seen: set[tuple[Any, ...]] = set()
+        self.problem = "not measured yet"
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What plans are made with; None where nothing was measured."""
+        if self._constants is None:
+            return None
+        corrections = tuple((mode, math.exp(known.correction)) for mode, known in sorted(self._modes.items()))
+        return dataclasses.replace(self._constants, corrections=corrections)
+
+    async def calibrate(
+        self, spec: ModelSpec, ranks: int, decode: TimedDecode, *, chunk: int, seconds: float, max_pixels: int
+    ) -> None:
+        """Time decodes of two sizes, undivided and shared along every axis, for about ``seconds``.
+
+        Where that fails, ``problem`` says why, and there is no calibration.
+
+        Args:
+            decode: decodes random latents of a shape in a mode, in passes of ``chunk`` latent frames.
+            max_pixels: largest picture that may be decoded.
+        """
+        if spec.work is None:
+            self.problem = "the model's work could not be counted"
+            return
+        self._decodes = []
+        shared = [f"spatial_shard_{axis}" for axis in spec.exact_axes] if ranks > 1 else []
+        modes = ["tile"] if spec.tile_only else ["direct", *shared]
+        try:
+            small, scale = sizes(spec, ranks, chunk)
+            # Every mode is timed at two sizes.
+            each = seconds / (2 * len(modes))
+            taken = [await self._time(spec, decode, small, mode, each) for mode in modes]
+            # As large as its part of the time allows, twice the sides at least.
+            pixels = math.prod(spec.output_extents(small))
+            area = min(each / (_REPEATS + 1) / max(taken), float(scale**2))
+            scale = min(max(2, math.isqrt(int(area))), scale, math.isqrt(max_pixels // pixels))
+            if scale > 1:
+                large = (*small[:-2], small[-2] * scale, small[-1] * scale)
+                for mode in modes:
+                    await self._time(spec, decode, large, mode, each)
+            self._constants = calibrated(self._decodes)
+        except DecodeServiceError as error:
+            self.problem = f"the decodes that were to be timed failed: {error}"
+            logger.warning("%s predicts no times, and plans by fixed rules: %s", spec.name, self.problem)
+        else:
+            self.problem = ""
+            logger.info("calibrated %s: %s", spec.name, self._constants.public())
+
+    async def _time(
+        self, spec: ModelSpec, decode: TimedDecode, shape: tuple[int, ...], mode: str, within_s: float
+    ) -> float:
+        """Seconds of the fastest of a few decodes, after one that warms up; of that one where it took ``within_s``."""
+        runs = [await decode(shape, mode)]
+        spent = first = runs[0].timings_ms["decode"] / 1e3
+        while len(runs) <= _REPEATS and spent + first / 2 < within_s:
+            runs.append(await decode(shape, mode))
+            spent += runs[-1].timings_ms["decode"] / 1e3
+        run = min(runs, key=lambda run: run.timings_ms["decode"])
+        done = amount_of(spec, run.plan)
+        assert done is not None
+        seconds = max(run.timings_ms["decode"], 1e-3) / 1e3
+        stages = ("prepare", "collect", "to_host")
+        fixed = max(sum(part.timings_ms.get(stage, 0.0) for stage in stages) for part in run.parts) / 1e3
+        self._decodes.append(Timed(mode, shape, done, seconds, min(fixed, seconds)))
+        return seconds
+
+    def settle(self) -> None:
+        """Take what is known now for the usual."""
+        for known in self._modes.values():
+            known.at_start = known.correction
+
+    def observe(self, spec: ModelSpec, run: Run, *, pixel_bytes: int = 1) -> None:
+        """Learn from a decode, unless it was not predicted, or took the time of compiling too."""
+        predicted_ms, actual_ms = run.plan.predicted_ms, run.timings_ms["decode"]
+        done = amount_of(spec, run.plan, pixel_bytes=pixel_bytes)
+        if self._constants is None or predicted_ms is None or done is None or min(predicted_ms, actual_ms) <= 0:
+            return
+        if any(part.compiled for part in run.parts):
+            key = run.plan.mode, run.plan.latent_shape, run.plan.chunk
+            if key not in self._seen:
+                if len(self._seen) < 4096:
+                    self._seen.add(key)
+                return
+        mode = self._modes.setdefault(run.plan.mode, _Mode())
+        mode.count += 1
+        mode.ratios.append(actual_ms / predicted_ms)
+        mode.errors_ms.append(actual_ms - predicted_ms)
+        # Of the constants, not of the prediction: many plans may have been made with a factor that is old by now.
+        ratio = actual_ms / (self._constants.seconds(done, run.plan.mode) * 1e3)
+        ratio = min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO)
+        weight = max(WEIGHT, 1 / (mode.count + 1))
+        mode.correction += weight * (math.log(ratio) - mode.correction)
+        for other in self._modes.values():
+            if other is not mode:
+                other.correction += FORGETTING * (other.at_start - other.correction)
+
+    def describe(self) -> dict[str, Any]:
+        """As ``/v1/models`` shows it: ``calibration`` and ``predictions``."""
+        calibration = self.calibration
+        shown: dict[str, Any] = {"calibrated": calibration is not None, "reason": self.problem}
+        if calibration is not None and self._constants is not None:
+            shown.update(calibration.public())
+            shown["decodes"] = [
+                {
+                    "mode": timed.mode,
+                    "latent_shape": list(timed.latent_shape),
+                    "ms": round(timed.seconds * 1e3, 2),
+                    "fitted_ms": round(self._constants.seconds(timed.amount, timed.mode) * 1e3, 2),
+                }
+                for timed in self._decodes
+            ]
+        return {
+            "calibration": shown,
+            "predictions": {
+                name: {
+                    "count": mode.count,
+                    "mean_ratio": round(statistics.fmean(mode.ratios), 3),
+                    "p90_abs_error_ms": round(_p90([abs(error) for error in mode.errors_ms]), 2),
+                    "p90_abs_error": round(_p90([abs(ratio - 1) for ratio in mode.ratios]), 3),
+                }
+                for name, mode in sorted(self._modes.items())
+                if mode.count
+            },
+        }
+
+
+def sizes(spec: ModelSpec, ranks: int, chunk: int = 1) -> tuple[tuple[int, ...], int]:
+    """Latents (1,C,H,W) or (1,C,T,H,W) of a small decode that every mode can carry out, and how far it may be enlarged.
+
+    Clips have latent frames for one pass after the first, where the model takes so many: passes as requests have them, since
+    kernels may take longer for a single frame than for two.
+    """
+    times: tuple[int, ...] = ()
+    if spec.frame_rule is not None:
+        times = (next(t for t in (*range(1 + min(chunk, _LONGEST_PASS), 64), 1) if spec.frame_rule.problem(t) is None),)
+    fixed = getattr(spec.tiles, "size_px", 0) // spec.spatial_ratio if spec.tile_only else spec.fixed_cells
+    if fixed:
+        return (1, spec.latent_channels, *times, fixed, fixed), 1
+    rows = max(spec.min_cells, ranks * spec.min_band_cells, 4)
+    return (1, spec.latent_channels, *times, rows, 2 * rows), _LARGEST_SCALE
+
+
+def _p90(values: list[float]) -> float:
+    """The nearest-rank 90th percentile."""
+    return sorted(values)[math.ceil(0.9 * len(values)) - 1]

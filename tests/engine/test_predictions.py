@@ -1,0 +1,240 @@
+"""Predicted times: measured on real ranks at the start, corrected by what decodes take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from decode_service.config import ServiceConfig
+from decode_service.engine.places import RankPlace
+from decode_service.engine.predictions import LARGEST_RATIO, Predictions, sizes
+from decode_service.engine.protocol import RankFailure, RankPixels, RankTask
+from decode_service.engine.rank_worker import RankWorker
+from decode_service.engine.runs import Run
+from decode_service.planning.plan import DecodePlan
+from decode_service.planning.planner import Policy, make_plan
+from tests.planning.test_cost import FAST, WAN
+
+from .conftest import Faults, TinyWan, job, raising
+from .test_engine import run, serving
+
+MEASURED = {"enabled": True, "seconds": 0.2}
+
+
+def measured_config(tiny_wan: TinyWan, **sections: object) -> ServiceConfig:
+    return tiny_wan.config(**{"calibration": MEASURED, "policy": {"direct_max_pixels": None}, **sections})
+
+
+def test_the_ranks_are_timed_at_the_start_and_plans_predict(tiny_wan: TinyWan) -> None:
+    async def test() -> None:
+        async with serving(measured_config(tiny_wan)) as engine:
+            shown = json.loads(json.dumps(engine.describe()))
+            calibration = shown["calibration"]
+            assert calibration["calibrated"] and not calibration["reason"]
+            assert calibration["flop_s"] > 0 and calibration["fixed_s"] > 0
+            assert min(calibration[name] for name in ("pass_s", "exchange_s", "byte_s")) >= 0
+            modes = {"direct", "spatial_shard_height", "spatial_shard_width"}
+            assert {decode["mode"] for decode in calibration["decodes"]} == modes
+            assert len({tuple(decode["latent_shape"]) for decode in calibration["decodes"]}) == 2
+            assert shown["predictions"] == {}, "these decodes were not requests"
+
+            plan = engine.plan((1, 4, 3, 8, 10))
+            assert plan.predicted_ms is not None and {plan.mode, *dict(plan.alternatives)} == modes
+            for larger in ((1, 4, 5, 8, 10), (1, 4, 3, 16, 10), (1, 4, 3, 8, 20)):
+                for mode in modes:
+                    less, more = (engine.plan(shape, mode=mode) for shape in (plan.latent_shape, larger))
+                    assert less.predicted_ms is not None and more.predicted_ms is not None
+                    assert less.predicted_ms < more.predicted_ms, (larger, mode)
+
+            latents = tiny_wan.latents(3, 8, 10)
+            outcome = await engine.decode(job(latents))
+            assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+            assert outcome.timings_ms["predicted"] == outcome.plan.predicted_ms
+            seen = engine.describe()["predictions"][outcome.plan.mode]
+            ratio = outcome.timings_ms["decode"] / outcome.timings_ms["predicted"]
+            assert seen["count"] == 1 and seen["mean_ratio"] == pytest.approx(ratio, abs=1e-3)
+            assert seen["p90_abs_error"] == pytest.approx(abs(ratio - 1), abs=1e-3)
+            assert engine.describe()["calibration"]["corrections"][outcome.plan.mode] != 1.0
+
+    run(test)
+
+
+def test_without_a_calibration_the_rules_decide(tiny_wan: TinyWan) -> None:
+    async def test() -> None:
+        async with serving(tiny_wan.config()) as engine:
+            assert engine.describe()["calibration"] == {
+                "calibrated": False,
+                "reason": "switched off (calibration.enabled)",
+            }
+            outcome = await engine.decode(job(tiny_wan.latents(3, 10, 12)))
+            assert outcome.plan.mode == "spatial_shard_width" and outcome.plan.predicted_ms is None
+            assert "predicted" not in outcome.timings_ms and engine.describe()["predictions"] == {}
+
+    run(test)
+
+
+def test_a_calibration_that_fails_is_said_and_does_without(tiny_wan: TinyWan, faults: Faults) -> None:
+    # Rank 0 decodes the three pictures of the self-test first.
+    faults.on(0, *[lambda task: None] * 3, raising(torch.OutOfMemoryError("CUDA out of memory")))
+
+    async def test() -> None:
+        async with serving(measured_config(tiny_wan), faults) as engine:
+            shown = engine.describe()["calibration"]
+            assert not shown["calibrated"] and "does not fit the memory" in shown["reason"]
+            assert engine.readiness().ready and engine.plan((1, 4, 3, 10, 12)).predicted_ms is None
+
+    run(test)
+
+
+class CompiledWorker(RankWorker):
+    """A rank that says of its warm-up and requests that they were compiled."""
+
+    def __init__(self, config: ServiceConfig, place: RankPlace, tasks: list[RankTask]) -> None:
+        super().__init__(config, place)
+        self.tasks = tasks
+
+    def decode(self, task: RankTask, latents: np.ndarray, dtype: str) -> RankPixels | RankFailure:
+        self.tasks.append(task)
+        answer = super().decode(task, latents, dtype)
+        assert isinstance(answer, RankPixels)
+        return replace(answer, compiled=not task.eager)
+
+
+def test_the_time_that_compiling_takes_is_not_learnt(tiny_wan: TinyWan) -> None:
+    """The warm-up decodes once more; a shape that it did not have is learnt from its second request on."""
+    from decode_service.engine.engine import DecodeEngine
+    from decode_service.engine.local_group import LocalGroup
+
+    shape = (1, 4, 2, 4, 4)
+    config = measured_config(tiny_wan, warmup={"shapes": [shape]}, policy={"direct_max_pixels": 32 * 32, "chunk": 1})
+    tasks: list[RankTask] = []
+
+    async def test() -> None:
+        engine = DecodeEngine(LocalGroup(config, lambda *places: CompiledWorker(*places, tasks)), config)
+        await engine.start()
+        try:
+            assert len([task for task in tasks if task.request_id == "warm-up"]) == 2 + 1
+            assert engine.describe()["predictions"]["direct"]["count"] == 1
+            for expected in (1, 2):
+                await engine.decode(job(tiny_wan.latents(2, 4, 3)))
+                assert engine.describe()["predictions"]["direct"]["count"] == expected
+        finally:
+            await engine.close()
+
+    run(test)
+
+
+# ---- what is learnt, without a clock -------------------------------------------------------------------------------
+
+
+def taking(plan: DecodePlan, milliseconds: float) -> Run:
+    return Run(plan, [RankPixels(None, True, "", {}, False)], {"decode": milliseconds})
+
+
+def known() -> Predictions:
+    predictions = Predictions()
+    predictions._constants = FAST
+    return predictions
+
+
+def planned(mode: str, predictions: Predictions) -> DecodePlan:
+    return make_plan(
+        WAN, (1, 16, 5, 40, 60), group_size=2, policy=Policy(chunk=1), mode=mode, calibration=predictions.calibration
+    )
+
+
+def correction(predictions: Predictions, mode: str) -> float:
+    calibration = predictions.calibration
+    assert calibration is not None
+    return calibration.correction(mode)
+
+
+def test_a_mode_is_corrected_slowly_towards_what_it_takes() -> None:
+    predictions = known()
+    constants_ms = planned("direct", predictions).predicted_ms
+    assert constants_ms is not None
+    factors = []
+    for _ in range(60):
+        predictions.observe(WAN, taking(planned("direct", predictions), 2 * constants_ms))
+        factors.append(correction(predictions, "direct"))
+    assert factors == sorted(factors) and factors[0] < 1.5 and factors[-1] == pytest.approx(2, rel=0.01)
+    predictions.observe(WAN, taking(planned("direct", predictions), 4 * constants_ms))
+    assert factors[-1] < correction(predictions, "direct") < 2.2, "one request is a tenth of the evidence"
+    assert correction(predictions, "spatial_shard_width") == 1.0
+    assert planned("direct", predictions).predicted_ms == pytest.approx(
+        constants_ms * correction(predictions, "direct")
+    )
+
+
+def test_plans_that_are_old_do_not_correct_twice() -> None:
+    """A queue of requests was planned before the first of them was decoded."""
+    predictions = known()
+    plan = planned("direct", predictions)
+    assert plan.predicted_ms is not None
+    for _ in range(60):
+        predictions.observe(WAN, taking(plan, 3 * plan.predicted_ms))
+    assert correction(predictions, "direct") == pytest.approx(3, rel=0.01)
+
+
+def test_one_interrupted_decode_decides_nothing() -> None:
+    predictions = known()
+    plan = planned("direct", predictions)
+    assert plan.predicted_ms is not None
+    for _ in range(20):
+        predictions.observe(WAN, taking(plan, plan.predicted_ms))
+    predictions.observe(WAN, taking(plan, 1000 * plan.predicted_ms))
+    assert 1 < correction(predictions, "direct") <= LARGEST_RATIO**0.1 + 1e-9
+
+
+def test_a_mode_that_was_slow_once_is_tried_again() -> None:
+    """Otherwise nobody would ever find out that it is as fast as before."""
+    predictions = known()
+    shard, direct = (planned(mode, predictions) for mode in ("spatial_shard_width", "direct"))
+    assert shard.predicted_ms is not None and direct.predicted_ms is not None
+    predictions.settle()
+    assert planned("auto", predictions).mode == "spatial_shard_width"
+    for _ in range(20):
+        predictions.observe(WAN, taking(shard, 6 * shard.predicted_ms))
+    assert planned("auto", predictions).mode != "spatial_shard_width"
+    for _ in range(400):
+        predictions.observe(WAN, taking(direct, direct.predicted_ms))
+    assert planned("auto", predictions).mode == "spatial_shard_width"
+
+
+def test_the_same_decodes_teach_the_same() -> None:
+    def taught() -> Predictions:
+        predictions = known()
+        for milliseconds in (50.0, 80.0, 20.0):
+            for mode in ("direct", "spatial_shard_width"):
+                predictions.observe(WAN, taking(planned(mode, predictions), milliseconds))
+        return predictions
+
+    assert taught().describe() == taught().describe()
+    assert taught().calibration == taught().calibration
+
+
+def test_statistics_are_of_requests_as_they_were_predicted() -> None:
+    predictions = known()
+    plan = planned("direct", predictions)
+    assert plan.predicted_ms is not None
+    for tenths in range(1, 11):
+        predictions.observe(WAN, taking(plan, plan.predicted_ms * (1 + tenths / 10)))
+    seen = predictions.describe()["predictions"]["direct"]
+    assert seen["count"] == 10 and seen["mean_ratio"] == pytest.approx(1.55)
+    assert seen["p90_abs_error"] == pytest.approx(0.9)
+    assert seen["p90_abs_error_ms"] == pytest.approx(0.9 * plan.predicted_ms, rel=0.01)
+    # In float32, say, for which nothing was predicted.
+    predictions.observe(WAN, taking(replace(plan, predicted_ms=None), 5.0))
+    assert predictions.describe()["predictions"]["direct"]["count"] == 10
+
+
+def test_the_timed_decodes_are_small_and_possible_in_every_mode() -> None:
+    assert sizes(WAN, 2) == ((1, 16, 2, 4, 8), 8)
+    assert sizes(WAN, 2, chunk=2)[0] == (1, 16, 3, 4, 8)
+    assert sizes(replace(WAN, min_band_cells=2), 8)[0] == (1, 16, 2, 16, 32)
+    assert sizes(replace(WAN, frame_rule=None), 8)[0] == (1, 16, 8, 16)
+    assert sizes(replace(WAN, fixed_cells=16), 2) == ((1, 16, 2, 16, 16), 1)
