@@ -148,6 +148,8 @@ class CompilableDecoder:
         self.calls += 1
         if not self.active or self.paused or ShardedFrame.is_active():
             return self._eager(*args, **kwargs)
+        # The frames of one pass, of a long video or of a short one, are the same bucket when they do not lie in the whole.
+        args = tuple(_apart(argument) for argument in args)
         key = bucket_key(args, kwargs)
         if key is None:
             return self._eager(*args, **kwargs)
@@ -179,7 +181,7 @@ class CompilableDecoder:
                     self._warn_of_refusal(key, error)
                 else:
                     self.compiled_calls += 1
-                    return output
+                    return _compacted(output, args, kwargs)
         return self._eager(*args, **kwargs)
 
     def _warn_of_refusal(self, key: str, error: Exception) -> None:
@@ -207,7 +209,7 @@ class CompilableDecoder:
                     def as_served(*args: Any, **kwargs: Any) -> Any:
                         bucket_key(args, kwargs)
                         with _STANCE.serving():
-                            return compiled(*args, **kwargs)
+                            return _compacted(compiled(*args, **kwargs), args, kwargs)
 
                     eager_ms, compiled_ms = self._time_in_turn([self._eager, as_served], args, kwargs)
                     self._compiled[key] = compiled
@@ -331,6 +333,43 @@ def _copied(value: Any) -> Any:
         twin = copy.copy(value)
         vars(twin).update(_copied(vars(value)))
         return twin
+    return value
+
+
+def _compacted(output: Any, args: Any, kwargs: Any) -> Any:
+    """``output``, and what a compiled call left in its arguments, with the memory that the eager call would leave.
+
+    Where a decoder copies the last frames of a chunk, to be kept for the next pass, the compiler returns a part of the chunk: all
+    of that would stay, and the next pass, whose input lies otherwise in memory, would be another bucket.
+    """
+    for argument in (*args, *kwargs.values()):
+        if not isinstance(argument, torch.Tensor):
+            _compact(argument)
+    return output if isinstance(output, torch.Tensor) else _compact(output)
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+def _apart(argument: Any) -> Any:
+    return argument.contiguous() if isinstance(argument, torch.Tensor) and _is_part(argument) else argument
+
+
+def _compact(value: Any) -> Any:
+    """``value``, where it can be changed in place, with copies of tensors that are parts of larger ones."""
+    if isinstance(value, torch.Tensor):
+        return value.clone() if _is_part(value) else value
+    if isinstance(value, list):
+        value[:] = [_compact(entry) for entry in value]
+    elif isinstance(value, tuple):
+        return type(value)(_compact(entry) for entry in value)
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            # A dict of ours may refuse what its convolutions would remember.
+            dict.__setitem__(value, key, _compact(entry))
+    elif _is_memory(value):
+        _compact(vars(value))
     return value
 
 

@@ -176,10 +176,10 @@ def test_new_ranks_decode_eagerly_at_once_and_are_warm_again_soon(
     gone = threading.Event()
 
     def stalls(task: RankTask) -> None:
-        gone.wait(5)
+        gone.wait(20)
 
     async def test() -> None:
-        config = tiny_wan.config(**COMPILED, group={"run_timeout_s": 1, "abort_grace_s": 0.2})
+        config = tiny_wan.config(**COMPILED, group={"run_timeout_s": 4, "abort_grace_s": 0.2})
         async with serving(config, faults) as engine:
             faults.on(0, stalls)
             # The retry comes before the warm-up.
@@ -231,11 +231,11 @@ def test_without_warm_up_shapes_nothing_is_compiled(tiny_wan: TinyWan, compiler:
 
 def test_compiling_may_take_longer_than_a_request(tiny_wan: TinyWan, compiler: Compiler) -> None:
     def takes_time(rank: int) -> None:
-        threading.Event().wait(0.6)
+        threading.Event().wait(0.7)
 
     async def test() -> None:
         compiler.fault = takes_time
-        config = tiny_wan.config(**COMPILED, group={"ranks": 1, "run_timeout_s": 1.0, "abort_grace_s": 0.1})
+        config = tiny_wan.config(**COMPILED, group={"ranks": 1, "run_timeout_s": 2.5, "abort_grace_s": 0.1})
         async with serving(config) as engine:
             compiler.fault = lambda rank: None
             assert len(engine.describe()["compile"]["shapes"]) == 2 and not engine.readiness().warnings
