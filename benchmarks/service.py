@@ -120,6 +120,7 @@ def bare_decode(decoder: RankDecoder, latents: np.ndarray, dtype: str) -> Callab
     """A call that decodes ``latents`` directly to pixels of ``dtype``, as the service does for a request."""
     plan = make_plan(decoder.spec, tuple(latents.shape), group_size=1, policy=Policy(), mode="direct", strict=True)
     pixels = PixelFormat(dtype)
+    decoder.compile_alone(plan, latents, "float32")
 
     def decode() -> None:
         decoder.decode(plan, latents, "float32", denormalize=False, pixels=pixels)

@@ -194,9 +194,23 @@ class CalibrationConfig(Section):
 
 
 class CompileConfig(Section):
-    """``torch.compile`` of the decoder. ``enabled`` None means on for CUDA and off for the CPU."""
+    """``torch.compile`` of the decoder, for the shapes in ``warmup.shapes``.
+
+    Every kind of call that decoding them makes (passes, tiles) is compiled in warm-up and timed against the same call
+    uncompiled; the slower form is dropped, and so is one whose pixels differ. ``/v1/models/{name}`` lists the measurements.
+    Other shapes, and frames that are divided between ranks, are decoded uncompiled: no request waits for the compiler.
+
+    Attributes:
+        enabled: None means on for CUDA and off for the CPU.
+        cache_dir: folder in which compiled code outlives the process, so that the next start loads it instead. It must not be
+            writable by others, because its contents are run. Ranks of a machine may share it, and so may models. None: what
+            ``TORCHINDUCTOR_CACHE_DIR`` says, or else ``$XDG_CACHE_HOME/decode-service/compiled`` (``~/.cache`` by default).
+        timeout_s: how long compiling and timing what one shape needs may take; it replaces ``group.run_timeout_s`` there.
+    """
 
     enabled: OptionalSwitch = None
+    cache_dir: str | None = Field(default=None, min_length=1)
+    timeout_s: float = Field(default=1800.0, gt=0)
 
 
 class RewritesConfig(Section):
@@ -276,6 +290,10 @@ class ServiceConfig(Section):
     def compile_enabled(self) -> bool:
         """Whether to compile, with the default filled in."""
         return self.group.device == "cuda" if self.compile.enabled is None else self.compile.enabled
+
+    def run_limit_s(self, *, measure: bool) -> float:
+        """How long the ranks may take for one run; ``measure`` for one that compiles."""
+        return self.compile.timeout_s if measure else self.group.run_timeout_s
 
     def torch_dtype_name(self) -> str:
         """The dtype of weights and arithmetic, with ``auto`` filled in."""

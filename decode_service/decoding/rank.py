@@ -25,6 +25,7 @@ from decode_service.decoding.rewrites import NAMES, Rewrite, apply_rewrites
 from decode_service.decoding.sharding import ShardedFrame
 from decode_service.decoding.work import with_work
 from decode_service.planning.bands import Band
+from decode_service.planning.compiled_shapes import MEASURING_ROUNDS, BucketMeasurement, CompiledShapes
 from decode_service.planning.conditioning import Conditioning
 from decode_service.planning.layouts import Arrangement
 from decode_service.planning.plan import DecodePlan, PixelFormat
@@ -52,14 +53,16 @@ class RankPart:
         finite: whether everything this rank decoded was finite before clamping.
         digest: hex digest of the whole picture's bytes as this rank holds it, for broadcast plans, else empty.
         timings_ms: time by stage.
-        compiled: whether the decoder ran compiled.
+        compiled: whether all calls of the decoder ran compiled; None if this rank made none that could.
+        measured: what was found out about calls met for the first time, where it was told to measure.
     """
 
     array: np.ndarray | None
     finite: bool
     digest: str
     timings_ms: dict[str, float]
-    compiled: bool
+    compiled: bool | None
+    measured: tuple[BucketMeasurement, ...] = ()
 
 
 class RankDecoder:
@@ -78,7 +81,9 @@ class RankDecoder:
         self._device = device
         # A retry in float32 casts the weights up, and noise drawn in another dtype would be other noise.
         self._noise_dtype = family.dtype()
-        self._decoder = CompilableDecoder(family.call_decoder, enabled=compile_enabled and family.compiles)
+        self._decoder = CompilableDecoder(
+            family.call_decoder, enabled=compile_enabled and family.compiles, synchronize=self._synchronize
+        )
         if compile_enabled and not family.compiles:
             self._decoder.reason = family.eager_reason
         family.call_decoder = self._decoder
@@ -165,6 +170,28 @@ class RankDecoder:
         """Decode eagerly from now on."""
         self._decoder.disable(reason)
 
+    def use_compiled(self, keys: Collection[str]) -> None:
+        """Run these buckets of the decoder compiled and no others; all ranks of a group are told the same."""
+        self._decoder.use(keys)
+
+    def compile_alone(self, plan: DecodePlan, latents: np.ndarray, dtype_name: str) -> CompiledShapes:
+        """Compile what decoding ``latents`` calls and keep what is faster, as an engine has all its ranks do in warm-up.
+
+        For a rank without a group, such as one that is measured by itself.
+        """
+        shapes = CompiledShapes()
+        for _ in range(MEASURING_ROUNDS):
+            part = self.decode(plan, latents, dtype_name, denormalize=False, pixels=PixelFormat(), measure=True)
+            if not part.measured:
+                break
+            shapes.add(0, part.measured)
+            self.use_compiled(shapes.kept())
+        return shapes
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def decode(
         self,
         plan: DecodePlan,
@@ -177,6 +204,7 @@ class RankDecoder:
         conditioning: Conditioning | None = None,
         precision: str | None = None,
         eager: bool = False,
+        measure: bool = False,
     ) -> RankPart:
         """Carry out this rank's part of ``plan``.
 
@@ -189,16 +217,19 @@ class RankDecoder:
             conditioning: timestep and noise, for decoders that take them; None for their defaults, without noise.
             precision: ``float32`` to run this decode with the weights cast up; None for the model's own dtype.
             eager: leave the compiled decoder aside for this decode.
+            measure: compile and time what the decoder is called with for the first time, if it may be compiled at all.
+                The pixels are the same; it takes long.
 
         Raises:
-            CompileFailedError: compilation failed; nothing was decoded.
+            CompileFailedError: a compiled call failed; nothing was decoded.
             RankOutOfMemoryError: this rank or a peer ran out of device memory.
             PeerFailedError: a peer failed before the parts were brought together.
             UnshardableOperation: the model does something that cannot be sharded.
             CommunicatorAborted, RuntimeError: a collective was interrupted.
         """
-        compiled_before = self._decoder.compiled_calls
-        self._decoder.paused = eager
+        decoder = self._decoder
+        calls, compiled_calls = decoder.calls, decoder.compiled_calls
+        decoder.paused, decoder.measuring = eager, measure
         family = self._family if conditioning is None else self._family.conditioned(conditioning.timestep)
         attempt = _Attempt(
             family,
@@ -228,7 +259,10 @@ class RankDecoder:
             finite=attempt.finite,
             digest=attempt.digest,
             timings_ms=attempt.timings_ms,
-            compiled=self._decoder.compiled_calls > compiled_before,
+            compiled=decoder.compiled_calls - compiled_calls == decoder.calls - calls
+            if decoder.calls > calls
+            else None,
+            measured=decoder.take_measurements(),
         )
 
     def _leave(self, plan: DecodePlan) -> None:
@@ -448,11 +482,11 @@ class _Attempt:
         Without it a rank that ran out of memory would leave its peers waiting in the gather. The tensors of a failed
         attempt are gone before anybody raises, because the error is raised outside the ``except``.
         """
-        status, failure = _OK, ""
+        status, failure, bucket = _OK, "", ""
         try:
             yield
         except CompileFailedError as error:
-            status, failure = _COMPILE_FAILED, str(error)
+            status, failure, bucket = _COMPILE_FAILED, str(error), error.bucket
         except Exception as error:  # noqa: BLE001 - raised again below, after the peers know
             status = _OUT_OF_MEMORY if is_out_of_memory(error) else _FAILED
             failure = f"{type(error).__name__}: {error}"
@@ -460,7 +494,7 @@ class _Attempt:
         if status == _OUT_OF_MEMORY:
             raise RankOutOfMemoryError(failure)
         if status == _COMPILE_FAILED:
-            raise CompileFailedError(failure)
+            raise CompileFailedError(failure, bucket)
         if status == _FAILED:
             raise RuntimeError(failure)
         if any(statuses):

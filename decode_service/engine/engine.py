@@ -2,7 +2,7 @@
 
 It validates, plans, queues, runs, and decides what a failure means:
 
-- a failed compilation switches it off on all ranks for good, and the request is decoded eagerly;
+- a compiled call that fails is switched off on all ranks for good, and the request is decoded eagerly;
 - a rank that raises costs new communicators and one retry, a rank that dies or stalls new processes and one retry;
 - out of memory costs one retry with shorter passes (the same pixels) where they have several frames, and one with a
   cheaper plan; NaN out of finite latents costs one in float32.
@@ -48,6 +48,7 @@ from decode_service.errors import (
     OutOfMemoryError,
     OutputTooLargeError,
 )
+from decode_service.planning.compiled_shapes import MEASURING_ROUNDS, CompiledShapes
 from decode_service.planning.conditioning import conditioning_of
 from decode_service.planning.geometry import describe_geometry
 from decode_service.planning.layouts import Layout, arrange, layouts
@@ -60,6 +61,9 @@ from decode_service.planning.spec import ModelSpec
 logger = logging.getLogger("decode_service.engine")
 
 REBUILD_WINDOW_S = 600.0
+
+IDLE_PATIENCE_S = 30.0
+"""How long new ranks wait for an idle moment before they warm up at the cost of those who wait."""
 
 Replan = Callable[[Load], DecodePlan]
 
@@ -95,6 +99,10 @@ class DecodeEngine:
         self._warm_shapes: list[list[int]] = []
         self._predictions = Predictions()
         self._compile_off: str | None = None
+        self._compiled = CompiledShapes()
+        self._in_use: frozenset[str] = frozenset()
+        self._cold = False
+        self._warming_again: asyncio.Task[None] | None = None
         self._unrecovered: list[tuple[RankError, bool]] = []
         self._recovery: asyncio.Future[None] | None = None
         self._rebuilds: deque[float] = deque()
@@ -129,6 +137,8 @@ class DecodeEngine:
         self._refuse_if_given_up()
         self._predictions.settle()
         self._state = "ready"
+        if self._cold:
+            self._start_warming_again()
         logger.info(
             "%s is ready on %d rank(s): start %.1f s, self-test and calibration %.1f s, warm-up %.1f s",
             self.spec.name,
@@ -140,6 +150,8 @@ class DecodeEngine:
 
     async def close(self) -> None:
         """End the ranks. Jobs that still wait get ``NotReadyError``. Callable twice."""
+        if self._warming_again is not None:
+            self._warming_again.cancel()
         if self._state != "closed":
             self._state = "closed"
             await self._scheduler.drain()
@@ -167,9 +179,6 @@ class DecodeEngine:
     def describe(self) -> dict[str, Any]:
         """Everything that ``GET /v1/models/{name}`` shows."""
         spec, config = self.spec, self._config
-        # The ranks know whether their decoder can be compiled at all; the engine, whether it has failed since.
-        compiling = self._description["compile"]
-        off_because = self._compile_off or compiling["reason"] or None
         return {
             **self._description,
             "name": spec.name,
@@ -188,7 +197,7 @@ class DecodeEngine:
             "group": {"ranks": self._group.size, "device": config.group.device},
             "policy": config.policy.model_dump(mode="json"),
             "limits": config.limits.model_dump(mode="json"),
-            "compile": {"enabled": compiling["active"] and off_because is None, "off_because": off_because},
+            "compile": self._describe_compile(),
             "self_test": dict(self._self_test),
             **self._predictions.describe(),
             "warm_shapes": [list(shape) for shape in self._warm_shapes],
@@ -200,6 +209,24 @@ class DecodeEngine:
                 "callers": self._scheduler.callers,
             },
         }
+
+    def _may_compile(self) -> bool:
+        return bool(self._description["compile"]["active"]) and self._compile_off is None
+
+    def _describe_compile(self) -> dict[str, Any]:
+        """Whether any call of the decoder runs compiled, why none does, and what was measured of each."""
+        # The ranks know whether their decoder can be compiled at all; the engine, whether it has failed since.
+        reason = self._compile_off or self._description["compile"]["reason"]
+        if not reason and not self._in_use:
+            reason = "no call of the decoder was faster compiled; shapes has what was measured"
+            if not self._compiled:
+                reason = (
+                    "nothing has been compiled: only shapes in warmup.shapes are, and not frames divided between ranks"
+                )
+            if self._cold:
+                reason = "the ranks were started anew and are not warm yet"
+        active = not reason and bool(self._in_use)
+        return {"active": active, "reason": reason or None, "shapes": self._compiled.public()}
 
     def plan(
         self,
@@ -320,11 +347,12 @@ class DecodeEngine:
         timings = {**run.timings_ms, **predicted, "total": (time.monotonic() - begun) * 1e3}
         outcome = outcome_of(run, job.pixels.dtype, timings)
         logger.info(
-            "decoded %s to %s, %s on %d rank(s) in %.0f ms (queue %.0f, decode %.0f), request %s",
+            "decoded %s to %s, %s on %d rank(s), %s, in %.0f ms (queue %.0f, decode %.0f), request %s",
             list(job.latents.shape),
             list(outcome.shape),
             run.plan.mode,
             run.plan.ranks,
+            "compiled" if run.compiled else "eager",
             timings["total"],
             timings["queue"],
             timings["decode"],
@@ -389,8 +417,8 @@ class DecodeEngine:
                 task = self._with_cheaper_plan(task, error, answered, may_change_plan)
                 replan = None
                 continue
-            # A failed compilation does not count as the one retry of a broken group: it can't happen twice.
-            answer = "compile" if error.kind == "compile" else "group"
+            # A failed compilation does not count as the one retry of a broken group: no bucket can fail twice.
+            answer = f"compile {error.bucket}" if error.kind == "compile" else "group"
             if answer in answered:
                 raise GroupFailedError(f"the decode failed on its retry as well: {error}")
             answered.add(answer)
@@ -422,6 +450,8 @@ class DecodeEngine:
                 # Asked for here, while this job still holds its ranks, so that no other job starts in between.
                 self._ask_for_recovery(error, _needs_all_ranks(task.plan))
                 raise
+            for rank, part in zip(ranks, parts, strict=True):
+                self._compiled.add(rank, part.measured)
             put = max(part.timings_ms.get("put", 0.0) for part in parts)
             decode = max(part.timings_ms.get("decode", 0.0) for part in parts)
             wall = (time.monotonic() - begun) * 1e3
@@ -567,10 +597,7 @@ class DecodeEngine:
         try:
             for broke, _ in broken:
                 if broke.kind == "compile" and self._compile_off is None:
-                    self._compile_off = broke.message
-                    logger.error("torch.compile failed and is off for good, on all ranks: %s", broke.message)
-                    self._warnings.append(f"compilation is off: {broke.message}")
-                    await self._group.set_compile(False, broke.message)
+                    await self._give_up_compiled(broke)
         except Exception as failed:
             logger.exception("compilation could not be switched off on all ranks")
             if not isinstance(failed, RankError):
@@ -595,9 +622,34 @@ class DecodeEngine:
                 error = RankError("died", error.rank, f"{type(failed).__name__}: {failed}", lost=(error.rank,))
             else:
                 logger.info("the group is back after %.1f s", time.monotonic() - begun)
+                if error.needs_new_processes:
+                    self._forget_what_was_warm()
                 error = None
         if self._state == "rebuilding":
             self._state = "ready"
+
+    async def _give_up_compiled(self, broke: RankError) -> None:
+        """Decode eagerly from now on, on all ranks, what was compiled when ``broke`` happened."""
+        if broke.bucket:
+            logger.error("a compiled decoder failed; its bucket %s is eager for good: %s", broke.bucket, broke.message)
+            self._warnings.append(f"decoder calls of bucket {broke.bucket} are not compiled any more: {broke.message}")
+            self._compiled.fail(broke.bucket, broke.message)
+            self._in_use = self._compiled.kept()
+            await self._group.use_compiled(self._in_use)
+            return
+        self._compile_off = broke.message
+        self._in_use = frozenset()
+        logger.error("torch.compile failed and is off for good, on all ranks: %s", broke.message)
+        self._warnings.append(f"compilation is off: {broke.message}")
+        await self._group.set_compile(False, broke.message)
+
+    def _forget_what_was_warm(self) -> None:
+        """The ranks are new processes: nothing is compiled there, and their first decodes are slow."""
+        self._compiled.forget()
+        self._in_use = frozenset()
+        self._cold = bool(self._warm_shapes)
+        if self._cold and self._state != "warming":
+            self._start_warming_again()
 
     def _may_rebuild(self) -> bool:
         """Count a start of new processes, unless there were too many of late."""
@@ -732,22 +784,7 @@ class DecodeEngine:
         for shape in self._config.warmup.shapes:
             begun = time.monotonic()
             try:
-                plan = self._plan(shape)
-                latents = _random_latents(shape)
-                replan = self._replan(plan)
-                # Both ways in which requests of this shape are decoded, on an idle group and on a busy one.
-                for each in [plan] if replan is None else [plan, replan(full(self._group.size))]:
-                    task = RankTask(each, request_id="warm-up")
-                    # A plan for one rank runs on whichever is idle, so each rank has to be warm: as many at once as
-                    # there are ranks get one each.
-                    copies = 1 if _needs_all_ranks(each) else self._group.size
-                    runs = [self._run_to_the_end(task, latents, admitted=True) for _ in range(copies)]
-                    warmed = await asyncio.gather(*runs)
-                    if any(part.compiled for run in warmed for part in run.parts):
-                        # Once more, now that compiling takes no part of the time that predictions learn from.
-                        self._predictions.observe(self.spec, warmed[0])
-                        warmed = [await self._run_to_the_end(task, latents, admitted=True)]
-                    self._predictions.observe(self.spec, warmed[0])
+                plan = await self._warm_up_shape(shape)
             except DecodeServiceError as error:
                 logger.warning("warm-up of %s failed: %s", list(shape), error)
                 self._warnings.append(f"warm-up of {list(shape)} failed: {error}")
@@ -756,6 +793,74 @@ class DecodeEngine:
             else:
                 self._warm_shapes.append(list(shape))
                 logger.info("warm-up of %s in %s mode: %.1f s", list(shape), plan.mode, time.monotonic() - begun)
+
+    async def _warm_up_shape(self, shape: Sequence[int]) -> DecodePlan:
+        """Decode latents of ``shape`` until nothing about it is new, on all ranks that would; its plan on an idle group.
+
+        Raises:
+            DecodeServiceError: if it can't be decoded.
+        """
+        plan = self._plan(tuple(shape))
+        latents = _random_latents(tuple(shape))
+        replan = self._replan(plan)
+        # Both ways in which requests of this shape are decoded, on an idle group and on a busy one.
+        for each in [plan] if replan is None else [plan, replan(full(self._group.size))]:
+            for _ in range(MEASURING_ROUNDS if self._may_compile() else 1):
+                task = RankTask(each, measure=self._may_compile(), request_id="warm-up")
+                # A plan for one rank runs on whichever is idle, so each rank has to be warm: as many at once as
+                # there are ranks get one each.
+                copies = 1 if _needs_all_ranks(each) else self._group.size
+                runs = [self._run_to_the_end(task, latents, admitted=True) for _ in range(copies)]
+                done = await asyncio.gather(*runs)
+                if not any(part.measured for run in done for part in run.parts):
+                    # As every request of this shape will be decoded.
+                    self._predictions.observe(self.spec, done[0])
+                    break
+                await self._share_what_is_compiled()
+        return plan
+
+    async def _share_what_is_compiled(self) -> None:
+        """Decide which calls of the decoder run compiled, and tell all ranks while none of them decodes."""
+
+        async def tell() -> None:
+            try:
+                await self._group.use_compiled(self._compiled.kept())
+                self._in_use = self._compiled.kept()
+            except RankError as error:
+                # Some may know and some not; new processes begin with nothing.
+                self._ask_for_recovery(RankError("died", error.rank, error.message, lost=(error.rank,)), True)
+
+        await self._scheduler.exclusive(tell)
+        await self._recovered(None)
+
+    def _start_warming_again(self) -> None:
+        if self._warming_again is not None:
+            self._warming_again.cancel()
+        self._warming_again = asyncio.get_running_loop().create_task(self._warm_up_again())
+
+    async def _warm_up_again(self) -> None:
+        """Warm new processes up while the service decodes: eagerly at first, and shape by shape in quiet moments.
+
+        Compiled code comes from the disk cache, so ranks are held for seconds.
+        """
+        begun = time.monotonic()
+        try:
+            for shape in self._warm_shapes:
+                await self._until_idle(IDLE_PATIENCE_S)
+                await self._warm_up_shape(shape)
+        except DecodeServiceError as error:
+            logger.warning("warm-up of new ranks failed: %s", error)
+            self._warnings.append(f"warm-up of new ranks failed: {error}")
+        except Exception:
+            logger.exception("warm-up of new ranks failed")
+        else:
+            logger.info("the new ranks are warm after %.1f s", time.monotonic() - begun)
+        self._cold = False
+
+    async def _until_idle(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        while self._scheduler.waiting + self._scheduler.running and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
 
 
 # ---- pure helpers --------------------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ def describe_failure(error: BaseException) -> RankFailure:
     """``error`` as a value that keeps none of its frames alive."""
     # A wrong setting is the operator's to mend; where in the code it was noticed only hides what it says.
     trace = "" if isinstance(error, ConfigError) else "\n" + "".join(traceback.format_exception(error))
-    return RankFailure(kind_of(error), f"{type(error).__name__}: {error}", trace)
+    bucket = error.bucket if isinstance(error, CompileFailedError) else ""
+    return RankFailure(kind_of(error), f"{type(error).__name__}: {error}", trace, bucket)
 
 
 def free_memory() -> None:

@@ -78,7 +78,7 @@ class LocalGroup:
 
         return await settle(
             {rank: answer(rank) for rank in ranks},
-            limit_s=self._config.group.run_timeout_s,
+            limit_s=self._config.run_limit_s(measure=task.measure),
             grace_s=self._config.group.abort_grace_s,
             abort=abort,
         )
@@ -97,6 +97,11 @@ class LocalGroup:
         if not enabled:
             for rank, worker in enumerate(self._workers):
                 await self._on(rank, worker.disable_compile, reason)
+
+    async def use_compiled(self, keys: frozenset[str]) -> None:
+        """Tell all ranks what runs compiled; see ``RankGroup``."""
+        for rank, worker in enumerate(self._workers):
+            await self._on(rank, worker.use_compiled, keys)
 
     async def close(self) -> None:
         """End the ranks; see ``RankGroup``."""

@@ -88,7 +88,7 @@ def root_cause(
         return RankError("stalled", 0, f"the ranks took longer than {limit_s:g} s", lost=sorted(ranks.values()))
     cause = min(failures, key=lambda error: (RANK_ERROR_PRIORITY.index(error.kind), error.rank))
     lost: Sequence[int] = sorted({*stuck, *deaf, *(error.rank for error in failures if error.needs_new_processes)})
-    return RankError(cause.kind, cause.rank, cause.message, lost=lost)
+    return RankError(cause.kind, cause.rank, cause.message, lost=lost, bucket=cause.bucket)
 
 
 def _failures(ranks: Mapping[asyncio.Future[Any], int], watchdog: asyncio.Future[None] | None) -> list[RankError]:

@@ -71,7 +71,6 @@ class Predictions:
         self._constants: Calibration | None = None
         self._modes: dict[str, _Mode] = {}
         self._decodes: list[Timed] = []
-        self._seen: set[tuple[Any, ...]] = set()
         self.problem = "not measured yet"
 
     @property
@@ -149,12 +148,8 @@ class Predictions:
         done = amount_of(spec, run.plan, pixel_bytes=pixel_bytes)
         if self._constants is None or predicted_ms is None or done is None or min(predicted_ms, actual_ms) <= 0:
             return
-        if any(part.compiled for part in run.parts):
-            key = run.plan.mode, run.plan.latent_shape, run.plan.chunk
-            if key not in self._seen:
-                if len(self._seen) < 4096:
-                    self._seen.add(key)
-                return
+        if any(part.measured for part in run.parts):
+            return
         mode = self._modes.setdefault(run.plan.mode, _Mode())
         mode.count += 1
         mode.ratios.append(actual_ms / predicted_ms)

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from decode_client.wire import WireTensor
 
+from decode_service.planning.compiled_shapes import BucketMeasurement
 from decode_service.planning.conditioning import Conditioning
 from decode_service.planning.layouts import Arrangement, Layout
 from decode_service.planning.plan import DecodePlan, PixelFormat
@@ -66,6 +67,7 @@ class DecodeOutcome:
         parts: C-contiguous arrays, in order.
         timings_ms: where the time went, by stage.
         digests: with ``collect=broadcast``, one hex digest of the whole picture per rank: all equal.
+        compiled: whether every call of the decoder ran compiled, on all ranks.
     """
 
     plan: DecodePlan
@@ -75,6 +77,7 @@ class DecodeOutcome:
     parts: Sequence[np.ndarray]
     timings_ms: Mapping[str, float]
     digests: Sequence[str] = ()
+    compiled: bool = False
 
     def assemble(self) -> np.ndarray:
         """The whole picture as one C-contiguous array of ``shape``."""
@@ -124,20 +127,24 @@ class RankError(Exception):
     """The ranks could not finish a task.
 
     Attributes:
-        kind: the root cause: ``compile`` (``torch.compile`` failed), ``out_of_memory``, ``died`` (the process is gone),
+        kind: the root cause: ``compile`` (a compiled call failed), ``out_of_memory``, ``died`` (the process is gone),
             ``raised`` (an exception outside collectives), ``stalled`` (no answer in time), or ``collective`` (only
             collectives failed, for example a broken network).
         rank: the rank at fault, as far as it can be told.
         message: one line for logs.
         lost: ranks that died or never came back from the task, whatever the root cause.
+        bucket: with ``compile``, the call of the decoder that failed; empty for all of compilation.
     """
 
-    def __init__(self, kind: RankErrorKind, rank: int, message: str, *, lost: Sequence[int] = ()) -> None:
+    def __init__(
+        self, kind: RankErrorKind, rank: int, message: str, *, lost: Sequence[int] = (), bucket: str = ""
+    ) -> None:
         super().__init__(f"rank {rank} {kind}: {message}")
         self.kind: RankErrorKind = kind
         self.rank = rank
         self.message = message
         self.lost = tuple(lost)
+        self.bucket = bucket
 
     @property
     def needs_new_processes(self) -> bool:
@@ -156,14 +163,16 @@ class RankFailure:
         kind: what it means for the group.
         message: type and text of the exception.
         trace: the traceback as text, for logs; empty where it would only hide the message.
+        bucket: see ``RankError``.
     """
 
     kind: RankErrorKind
     message: str
     trace: str
+    bucket: str = ""
 
     def error(self, rank: int) -> RankError:
-        return RankError(self.kind, rank, self.message)
+        return RankError(self.kind, rank, self.message, bucket=self.bucket)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +185,7 @@ class RankTask:
         pixels: what the ranks return.
         precision: dtype of the arithmetic where it differs from the model's own (``float32``), or None.
         eager: whether to leave the compiled decoder aside, for shapes that are decoded once.
+        measure: whether to compile and time what the decoder is called with for the first time; in warm-up only.
         request_id: for logs.
         arrangement: how the latents become those that the plan is made for, or None where they lie that way already.
         conditioning: the other inputs of decoders with timestep conditioning, or None for their defaults.
@@ -186,6 +196,7 @@ class RankTask:
     pixels: PixelFormat = field(default_factory=PixelFormat)
     precision: str | None = None
     eager: bool = False
+    measure: bool = False
     request_id: str = ""
     arrangement: Arrangement | None = None
     conditioning: Conditioning | None = None
@@ -200,14 +211,16 @@ class RankPixels:
         finite: whether all its values are finite.
         digest: hex digest of the whole picture, with ``collect=broadcast``; otherwise empty.
         timings_ms: the rank's own stages, and ``put`` for handing the latents to the ranks.
-        compiled: whether a compiled decoder ran.
+        compiled: whether all calls of the decoder ran compiled; None if this rank made none that could.
+        measured: what was found out about calls of the decoder, with ``RankTask.measure``.
     """
 
     array: np.ndarray | None
     finite: bool
     digest: str
     timings_ms: Mapping[str, float]
-    compiled: bool
+    compiled: bool | None
+    measured: Sequence[BucketMeasurement] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +234,7 @@ class GroupInfo:
 class RankGroup(Protocol):
     """The ranks of one replica: a way to run a task on some or all of them, and to get them back after a failure.
 
-    The engine promises that ``recover``, ``set_compile`` and ``close`` never overlap a ``run``, and that overlapping runs
+    The engine promises that ``recover``, ``set_compile``, ``use_compiled`` and ``close`` never overlap a ``run``, and that overlapping runs
     use disjoint ranks. A ``run`` must not be cancelled: ranks inside a collective can't be interrupted one by one.
     """
 
@@ -258,6 +271,14 @@ class RankGroup(Protocol):
 
     async def set_compile(self, enabled: bool, reason: str) -> None:
         """Switch compilation on all ranks, also on those that are started later. Only switching off is supported."""
+        ...
+
+    async def use_compiled(self, keys: frozenset[str]) -> None:
+        """Tell all ranks which buckets of the decoder run compiled. Ranks that are started later begin with none.
+
+        Raises:
+            RankError: if a rank could not be told. Others may have been.
+        """
         ...
 
     async def close(self) -> None:

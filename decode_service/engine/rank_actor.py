@@ -93,6 +93,9 @@ class RankActor:
     def disable_compile(self, reason: str) -> None:
         self._worker.disable_compile(reason)
 
+    def use_compiled(self, keys: frozenset[str]) -> None:
+        self._worker.use_compiled(keys)
+
     @ray.method(concurrency_group="control")
     def abort(self) -> None:
         """Make pending collectives fail, also while ``decode`` is stuck in one."""

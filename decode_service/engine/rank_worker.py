@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from decode_service.config import ServiceConfig
 from decode_service.decoding.communicator import Communicator, SoloCommunicator, join_group
+from decode_service.decoding.compilation import use_cache_dir
 from decode_service.decoding.loading import ModelSource
 from decode_service.decoding.rank import RankDecoder
 from decode_service.engine.failures import describe_failure, free_memory
@@ -50,6 +51,8 @@ class RankWorker:
             Exception: whatever loading raises, with a message for the operator.
         """
         model, tile = self.config.model, self.config.policy.tile
+        if compile_enabled:
+            use_cache_dir(self.config.compile.cache_dir)
         self._decoder = RankDecoder.load(
             ModelSource(
                 name=model.name,
@@ -95,7 +98,7 @@ class RankWorker:
                 self.device,
                 generation=generation,
                 timeout_s=self.config.group.collective_timeout_s,
-                agreement_timeout_s=self.config.group.run_timeout_s,
+                agreement_timeout_s=max(self.config.run_limit_s(measure=on) for on in (False, True)),
             )
         )
 
@@ -119,6 +122,7 @@ class RankWorker:
                 pixels=task.pixels,
                 precision=task.precision,
                 eager=task.eager,
+                measure=task.measure,
             )
         except Exception as error:
             failure = describe_failure(error)
@@ -126,7 +130,7 @@ class RankWorker:
             free_memory()
             return failure
         timings = {**part.timings_ms, "decode": (time.perf_counter() - begun) * 1e3}
-        return RankPixels(part.array, part.finite, part.digest, timings, part.compiled)
+        return RankPixels(part.array, part.finite, part.digest, timings, part.compiled, part.measured)
 
     def abort(self) -> None:
         """Make pending collectives fail soon. Callable from another thread, while ``decode`` runs."""
@@ -138,6 +142,9 @@ class RankWorker:
 
     def disable_compile(self, reason: str) -> None:
         self.decoder.disable_compile(reason)
+
+    def use_compiled(self, keys: frozenset[str]) -> None:
+        self.decoder.use_compiled(keys)
 
     def close(self) -> None:
         if self._communicator is not None:

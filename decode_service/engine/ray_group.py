@@ -118,7 +118,7 @@ class RayGroup:
 
         return await settle(
             {rank: answer(rank) for rank in ranks},
-            limit_s=self._config.group.run_timeout_s,
+            limit_s=self._config.run_limit_s(measure=task.measure),
             grace_s=self._config.group.abort_grace_s,
             abort=abort,
             watch=self._watch(ranks),
@@ -139,6 +139,10 @@ class RayGroup:
             raise ValueError("compilation can only be switched off")
         self._compile_off = reason
         await self._on_all("disable_compile", reason, limit_s=self._config.group.collective_timeout_s)
+
+    async def use_compiled(self, keys: frozenset[str]) -> None:
+        """Tell all ranks what runs compiled; see ``RankGroup``."""
+        await self._on_all("use_compiled", keys, limit_s=self._config.group.collective_timeout_s)
 
     async def close(self) -> None:
         """Kill the ranks; see ``RankGroup``."""

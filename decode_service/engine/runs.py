@@ -32,6 +32,12 @@ class Run:
     def finite(self) -> bool:
         return all(part.finite for part in self.parts)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether every call of the decoder ran compiled."""
+        told = [part.compiled for part in self.parts if part.compiled is not None]
+        return bool(told) and all(told)
+
 
 def outcome_of(run: Run, dtype: str, timings_ms: Mapping[str, float]) -> DecodeOutcome:
     """What the ranks handed over, as one picture in parts."""
@@ -51,7 +57,7 @@ def outcome_of(run: Run, dtype: str, timings_ms: Mapping[str, float]) -> DecodeO
     digests = tuple(part.digest for part in run.parts if part.digest)
     if len(set(digests)) > 1:
         raise GroupFailedError(f"after the broadcast the ranks hold different pictures: digests {', '.join(digests)}")
-    return DecodeOutcome(plan, dtype, tuple(shape), part_axis, parts, timings_ms, digests)
+    return DecodeOutcome(plan, dtype, tuple(shape), part_axis, parts, timings_ms, digests, run.compiled)
 
 
 def difference_between(sharded: np.ndarray, reference: np.ndarray, dtype: str) -> str | None:

@@ -133,6 +133,7 @@ _TENSOR_REPLY_SCHEMA: Schema = {
     "properties": {
         "plan": {"type": "object", "description": "The plan that ran, why, and whether the model's family is tested."},
         "timings": {"type": "object", "additionalProperties": {"type": "number"}, "description": "Milliseconds."},
+        "compiled": {"type": "boolean", "description": "Whether every call of the decoder ran compiled."},
         "model": {"type": "string"},
         "request_id": {"type": "string"},
         "digests": {"type": "array", "items": {"type": "string"}, "description": "One per rank, with broadcast."},
@@ -162,6 +163,7 @@ _REPLY_HEADERS: Schema = {
     for name, description in (
         ("X-Request-Id", "The request's id: the caller's own where it sent a sane one."),
         ("X-Decode-Plan", "The plan that ran, as compact JSON; long lists are left out."),
+        ("X-Decode-Compiled", "Whether every call of the decoder ran compiled: true or false."),
         ("X-Decode-Model", "The model's name."),
         ("X-Decode-Shape", "Shape of the decoded pixels, as JSON."),
         ("X-Decode-Dtype", "Dtype of the decoded pixels."),

@@ -31,6 +31,7 @@ def tensor_reply(
         "request_id": request_id,
         "plan": outcome.plan.public(),
         "timings": stages.total(),
+        "compiled": outcome.compiled,
     }
     if outcome.digests:
         fields["digests"] = list(outcome.digests)
@@ -70,6 +71,7 @@ def describe(outcome: DecodeOutcome, model: str, request_id: str, stages: Stages
         "X-Decode-Shape": json.dumps(list(outcome.shape), separators=(",", ":")),
         "X-Decode-Dtype": outcome.dtype,
         "X-Decode-Plan": plan_header(outcome.plan.public()),
+        "X-Decode-Compiled": "true" if outcome.compiled else "false",
         "Server-Timing": server_timing(stages.total()),
     }
 

@@ -58,6 +58,7 @@ def tensor_answer(request: DecodeRequest, request_id: str) -> Answer:
         "timings": {"decode": 1.5, "queue": 0.25},
         "model": request.model or "demo",
         "request_id": request_id,
+        "compiled": False,
         "digests": ["ab", "ab"] if request.collect == "broadcast" else [],
     }
     prefix = tensor_reply_prefix(pixels.dtype, pixels.shape, pixels.nbytes, fields)
@@ -70,6 +71,7 @@ def file_answer(content_type: str, body: bytes) -> Answer:
         "X-Decode-Plan": json.dumps({"mode": "tile", "ranks": 2}),
         "X-Decode-Model": "demo",
         "X-Decode-Shape": "[1,5,16,24,3]",
+        "X-Decode-Compiled": "true",
         "Server-Timing": 'queue;dur=0.5, decode;dur=12.25;desc="all ranks", cached',
     }
     return Answer(headers=headers, body=body)

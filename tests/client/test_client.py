@@ -56,6 +56,7 @@ class TestDecode:
         assert result.plan["mode"] == "direct"
         assert result.timings == {"decode": 1.5, "queue": 0.25}
         assert (result.model, result.request_id, result.digests) == ("demo", "abc-1", ())
+        assert result.compiled is False
         assert result.content_type == "application/msgpack"
         assert result.content == result.numpy().tobytes()
 
@@ -79,6 +80,7 @@ class TestDecode:
         assert result.plan == {"mode": "tile", "ranks": 2}
         assert result.timings == {"queue": 0.5, "decode": 12.25}
         assert (result.model, result.shape, result.dtype) == ("demo", (1, 5, 16, 24, 3), None)
+        assert result.compiled is True
         assert result.save(tmp_path / "clip.mp4").read_bytes() == b"a film"
 
     def test_path_prefix_key_and_headers_are_sent(self, service: Any, call: Any) -> None:

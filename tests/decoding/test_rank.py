@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from decode_service.decoding.communicator import Communicator
-from decode_service.decoding.compilation import CompileFailedError
 from decode_service.decoding.loading import ModelSource, load_family
 from decode_service.decoding.rank import PeerFailedError, RankDecoder, RankOutOfMemoryError, RankPart
 from decode_service.planning.plan import DecodePlan, PixelFormat
@@ -221,56 +219,3 @@ class TestGroup:
         seen = self.decode_on(zoo, 3, "spatial_shard_width", 1, ValueError("injected"))
         assert seen[1] == "ValueError"
         assert {seen[0], seen[2]} == {"CommunicatorAborted"}
-
-
-class TestCompilation:
-    def test_lack_of_memory_is_not_laid_to_the_compiler(self, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-        def starving(function: Any) -> Any:
-            def lazily(*args: Any, **kwargs: Any) -> torch.Tensor:
-                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
-
-            return lazily
-
-        monkeypatch.setattr(torch, "compile", starving)
-        decoder = RankDecoder.load(ModelSource("tiny", str(zoo.folders["wan21"])), device="cpu", compile_enabled=True)
-        with pytest.raises(RuntimeError, match="can't allocate memory"):
-            decode(decoder, latents_of((1, 4, 1, 4, 4)))
-        assert decoder.describe()["compile"]["active"]
-
-    def test_compiled_decoding_is_exact(self, zoo: Zoo) -> None:
-        z = latents_of((1, 4, 3, 5, 6))
-        expected = zoo.references["wan21"].decode(z).sample
-        source = ModelSource("tiny", str(zoo.folders["wan21"]))
-        decoder = RankDecoder.load(source, device="cpu", compile_enabled=True)
-        part = decode(decoder, z)
-        assert part.compiled
-        np.testing.assert_allclose(part.array, expected, atol=1e-5)
-        assert not decode(decoder, z, eager=True).compiled
-
-    @pytest.mark.parametrize("kind", [AssertionError, "dynamo"])
-    def test_whatever_a_compiled_call_raises_is_a_compiler_failure(
-        self, zoo: Zoo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Any
-    ) -> None:
-        from torch._dynamo.exc import InternalTorchDynamoError
-
-        error = InternalTorchDynamoError if kind == "dynamo" else kind
-
-        def broken_compile(function: Any) -> Any:
-            def lazily(*args: Any, **kwargs: Any) -> torch.Tensor:
-                raise error("injected")
-
-            return lazily
-
-        monkeypatch.setattr(torch, "compile", broken_compile)
-        decoder = RankDecoder.load(ModelSource("tiny", str(zoo.folders["wan21"])), device="cpu", compile_enabled=True)
-        z = latents_of((1, 4, 2, 4, 4))
-        with pytest.raises(CompileFailedError, match="injected"):
-            decode(decoder, z)
-        with caplog.at_level(logging.WARNING):
-            for _ in range(2):
-                decoder.disable_compile("injected")
-        assert len(caplog.records) == 1, "said once"
-        part = decode(decoder, z)
-        assert not part.compiled
-        np.testing.assert_allclose(part.array, zoo.references["wan21"].decode(z).sample, atol=1e-5)
-        assert decoder.describe()["compile"] == {"active": False, "reason": "injected"}

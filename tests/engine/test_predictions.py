@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from decode_service.config import ServiceConfig
-from decode_service.engine.places import RankPlace
 from decode_service.engine.predictions import LARGEST_RATIO, Predictions, sizes
-from decode_service.engine.protocol import RankFailure, RankPixels, RankTask
-from decode_service.engine.rank_worker import RankWorker
+from decode_service.engine.protocol import RankPixels
 from decode_service.engine.runs import Run
+from decode_service.planning.compiled_shapes import BucketMeasurement
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.planner import Policy, make_plan
 from tests.planning.test_cost import FAST, WAN
@@ -90,44 +89,6 @@ def test_a_calibration_that_fails_is_said_and_does_without(tiny_wan: TinyWan, fa
     run(test)
 
 
-class CompiledWorker(RankWorker):
-    """A rank that says of its warm-up and requests that they were compiled."""
-
-    def __init__(self, config: ServiceConfig, place: RankPlace, tasks: list[RankTask]) -> None:
-        super().__init__(config, place)
-        self.tasks = tasks
-
-    def decode(self, task: RankTask, latents: np.ndarray, dtype: str) -> RankPixels | RankFailure:
-        self.tasks.append(task)
-        answer = super().decode(task, latents, dtype)
-        assert isinstance(answer, RankPixels)
-        return replace(answer, compiled=not task.eager)
-
-
-def test_the_time_that_compiling_takes_is_not_learnt(tiny_wan: TinyWan) -> None:
-    """The warm-up decodes once more; a shape that it did not have is learnt from its second request on."""
-    from decode_service.engine.engine import DecodeEngine
-    from decode_service.engine.local_group import LocalGroup
-
-    shape = (1, 4, 2, 4, 4)
-    config = measured_config(tiny_wan, warmup={"shapes": [shape]}, policy={"direct_max_pixels": 32 * 32, "chunk": 1})
-    tasks: list[RankTask] = []
-
-    async def test() -> None:
-        engine = DecodeEngine(LocalGroup(config, lambda *places: CompiledWorker(*places, tasks)), config)
-        await engine.start()
-        try:
-            assert len([task for task in tasks if task.request_id == "warm-up"]) == 2 + 1
-            assert engine.describe()["predictions"]["direct"]["count"] == 1
-            for expected in (1, 2):
-                await engine.decode(job(tiny_wan.latents(2, 4, 3)))
-                assert engine.describe()["predictions"]["direct"]["count"] == expected
-        finally:
-            await engine.close()
-
-    run(test)
-
-
 # ---- what is learnt, without a clock -------------------------------------------------------------------------------
 
 
@@ -145,6 +106,16 @@ def planned(mode: str, predictions: Predictions) -> DecodePlan:
     return make_plan(
         WAN, (1, 16, 5, 40, 60), group_size=2, policy=Policy(chunk=1), mode=mode, calibration=predictions.calibration
     )
+
+
+def test_the_time_that_compiling_takes_is_not_learnt() -> None:
+    predictions = known()
+    plan = planned("direct", predictions)
+    bucket = BucketMeasurement("a call", (1, 16, 1, 40, 60), "float32")
+    predictions.observe(WAN, Run(plan, [RankPixels(None, True, "", {}, False, (bucket,))], {"decode": 1e6}))
+    assert "direct" not in predictions.describe()["predictions"]
+    predictions.observe(WAN, taking(plan, 5.0))
+    assert predictions.describe()["predictions"]["direct"]["count"] == 1
 
 
 def correction(predictions: Predictions, mode: str) -> float:

@@ -133,7 +133,7 @@ def test_two_processes_give_the_pixels_of_diffusers_whatever_happens_to_them(
             (tmp_path / "0").write_text("compile")
             await decodes()
             assert [where.pid for where in group.environments] == first
-            assert engine.describe()["compile"]["off_because"] == "CompileFailedError: no compiler"
+            assert engine.describe()["compile"]["reason"] == "CompileFailedError: no compiler"
 
             # A rank that is killed between requests: the next one is served by new processes.
             os.kill(first[1], signal.SIGKILL)

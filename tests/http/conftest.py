@@ -137,6 +137,8 @@ class NumpyService:
             part_axis=axis,
             parts=parts,
             timings_ms={"queue": 0.5, "ranks": 1.25},
+            # As if pictures were warm and videos not.
+            compiled=len(job.latents.shape) == 4,
         )
 
 

@@ -53,6 +53,13 @@ def test_headers_say_what_was_decoded_and_where_the_time_went(client, body_of):
     assert "ranks;dur=1.25" in reply.headers["server-timing"]
 
 
+@pytest.mark.parametrize(("shape", "compiled"), [((1, 4, 6, 10), True), ((1, 4, 3, 6, 10), False)])
+def test_replies_say_whether_the_decoder_ran_compiled(client, body_of, latents_of, shape, compiled):
+    reply = client.post("/decode", content=body_of(latents_of(*shape)))
+    assert unpack_tensor_reply(reply.content)["compiled"] is compiled
+    assert reply.headers["x-decode-compiled"] == ("true" if compiled else "false")
+
+
 @pytest.mark.parametrize("offered", ["", "a" * 129, "caf\xe9", "tab\tid"])
 def test_an_insane_request_id_is_replaced(client, body_of, offered):
     reply = client.post("/decode", content=body_of(), headers={"X-Request-Id": offered.encode("latin-1")})

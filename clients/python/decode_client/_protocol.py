@@ -524,6 +524,7 @@ def decode_result(reply: Reply, request: DecodeRequest, request_id: str) -> Deco
         plan, timings, model = fields.get("plan"), fields.get("timings"), fields.get("model")
         known_id = str(fields.get("request_id") or known_id)
         digests = fields.get("digests") or []
+        compiled = fields.get("compiled")
     else:
         pixels, digests = None, []
         if not reply.body:
@@ -531,6 +532,7 @@ def decode_result(reply: Reply, request: DecodeRequest, request_id: str) -> Deco
         plan = _plan_header(reply, known_id)
         timings = parse_server_timing(reply.headers.get("server-timing", ""))
         model = reply.headers.get("x-decode-model")
+        compiled = {"true": True, "false": False}.get(reply.headers.get("x-decode-compiled", ""))
     if not isinstance(plan or {}, dict) or not isinstance(timings or {}, dict) or not isinstance(digests, list):
         raise InvalidReplyError("the reply's plan and timings must be maps, its digests a list", request_id=known_id)
     return DecodeResult(
@@ -545,6 +547,7 @@ def decode_result(reply: Reply, request: DecodeRequest, request_id: str) -> Deco
         model=model,
         request_id=known_id,
         digests=digests,
+        compiled=compiled if isinstance(compiled, bool) else None,
     )
 
 

@@ -35,6 +35,7 @@ class DecodeResult:
         request_id: under which the service's logs know the request.
         content_type: of the reply.
         digests: with ``collect="broadcast"``, one hex digest of the pixels per rank.
+        compiled: whether every call of the decoder ran compiled, or None where the service does not say.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class DecodeResult:
         model: str | None = None,
         request_id: str | None = None,
         digests: Sequence[str] = (),
+        compiled: bool | None = None,
     ) -> None:
         self.format = format
         self.content_type = content_type
@@ -59,6 +61,7 @@ class DecodeResult:
         self.model = model
         self.request_id = request_id
         self.digests = tuple(digests)
+        self.compiled = compiled
         self._body = body
         self._pixels = pixels
         self._range = range
