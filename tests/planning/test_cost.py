@@ -130,7 +130,9 @@ class TestAuto:
         made = plan((1, 16, 21, 270, 480), spec=wide, calibration=replace(FAST, exchange_s=10.0))
         assert made.axis in ("height", "width") and "direct" not in dict(made.alternatives)
         assert plan(ranks=1).alternatives == ()
-        assert plan((1, 16, 21, 3, 104)).mode != "spatial_shard_height"
+        assert "spatial_shard_height" not in {(few := plan((1, 16, 21, 3, 104))).mode, *dict(few.alternatives)}
+        # A limit of the operator's against sharding forbids nothing else.
+        assert plan((1, 16, 1, 3, 7), ranks=8, policy=Policy(direct_max_pixels=0)).mode == "direct"
 
     def test_a_forced_mode_stays_and_shows_what_was_faster(self) -> None:
         forced = plan(mode="direct")
