@@ -46,7 +46,7 @@ def test_a_model_from_a_folder_decodes_as_the_one_that_was_saved(name: str, tmp_
         family = FAMILIES[type(vae).__name__](vae, "tiny")
         expected = family.to_model_range(torch.cat(list(family.decode(latents, plan.chunk)), 2))
     expected = expected if sent is latents else expected.squeeze(2)
-    torch.testing.assert_close(torch.from_numpy(part.array), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(torch.from_numpy(part.array), expected, atol=1e-5, rtol=0)
 
 
 def test_blocks_of_a_model_from_a_folder_are_those_of_its_config(tmp_path: Path) -> None:
