@@ -121,6 +121,25 @@ def test_bfloat16_is_as_close_to_float32_as_diffusers_is(name: str) -> None:
     assert (ours - exact).square().mean().sqrt() <= 1.1 * (theirs - exact).square().mean().sqrt()
 
 
+@pytest.mark.parametrize("name", ["wan21", "wan22"])
+def test_wide_convolutions_in_two_dimensions_round_no_worse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    vae, latents = EXPECTED[name][0](), latents_of((1, 4, 4, 6, 8))
+    with torch.inference_mode():
+        exact = vae.decode(latents).sample
+        vae.bfloat16()
+        theirs = (vae.decode(latents.bfloat16()).sample.float() - exact).square().mean().sqrt()
+    monkeypatch.setattr(convolutions, "WIDE", 8)
+    flat = [
+        m
+        for m in rewritten(vae).modules()
+        if isinstance(m, convolutions.CausalInput) and m._causal_input[1] is not None
+    ]
+    assert len(flat) > 10
+    for mode, ranks, chunk in (("direct", 1, 1), ("direct", 1, 3), ("spatial_shard_height", 2, 2)):
+        _, ours = decoded(vae, latents, mode, ranks=ranks, chunk=chunk)
+        assert (ours - exact).square().mean().sqrt() <= 1.1 * theirs, (mode, chunk)
+
+
 def test_two_decodes_interleaved_on_one_rewritten_model_do_not_disturb_each_other() -> None:
     vae = EXPECTED["wan21"][0]()
     family = FAMILIES["AutoencoderKLWan"](rewritten(vae), "tiny")
