@@ -51,7 +51,7 @@ _KINDS: dict[str, _Kind] = {
     "channels_last": _Kind(layout_sites),
     "causal_input": _Kind(causal_input_sites),
     "one_frame_conv2d": _Kind(one_frame_sites),
-    "upsample_conv": _Kind(lambda decoder, structure: upsample_sites(decoder), cpu_only=True),
+    "upsample_conv": _Kind(upsample_sites, cpu_only=True),
     "norm_activation": _Kind(norm_sites, cpu_only=True),
 }
 
@@ -90,7 +90,7 @@ def _apply(name: str, kind: _Kind, vae: nn.Module, structure: DecoderStructure, 
         logger.warning("rewrite %s is off for this model: %s", name, reason)
         return Rewrite(name, False, 0, reason)
     if not installed:
-        return Rewrite(name, False, 0, "this decoder has no module that it fits")
+        return Rewrite(name, False, 0, "this decoder has no module that it fits in this dtype")
     return Rewrite(name, True, len(installed), "")
 
 

@@ -18,6 +18,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from decode_service.decoding.rewrites.site import ClassSite, Site, random_input
+from decode_service.decoding.rewrites.structure import DecoderStructure
 from decode_service.decoding.sharding import ShardedFrame
 
 # B batch, C channels, O output channels, H height, W width.
@@ -35,7 +36,7 @@ def folded(weight_OCHW: torch.Tensor) -> torch.Tensor:
     for row in (0, 1):
         for column in (0, 1):
             sums[:, :, row : row + 3, column : column + 3] += kernels
-    return sums.to(weight_OCHW.dtype).contiguous(memory_format=torch.channels_last)
+    return sums.to(weight_OCHW.dtype)
 
 
 class UpsampleConvolution:
@@ -54,11 +55,15 @@ class UpsampleConvolution:
         return F.conv_transpose2d(x_BCHW, weight, conv.bias, stride=2, padding=1)
 
 
-def upsample_sites(decoder: nn.Module) -> Iterator[Site]:
+def upsample_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[Site]:
+    # The layout of this weight, too, decides that of all activations after it.
+    last = structure.keeps_channels_last(next(decoder.parameters()).dtype)
+    layout = torch.channels_last if last else torch.contiguous_format
     for module in decoder.modules():
         conv = _convolution_after_upsampling(module)
         if conv is not None:
-            yield ClassSite(module, UpsampleConvolution, [_call], {"_upsample_conv": (folded(conv.weight), conv)})
+            weight = folded(conv.weight).contiguous(memory_format=layout)
+            yield ClassSite(module, UpsampleConvolution, [_call], {"_upsample_conv": (weight, conv)})
 
 
 def _convolution_after_upsampling(module: Any) -> nn.Conv2d | None:
