@@ -209,7 +209,8 @@ class ShardedFrame(TorchFunctionMode):
         length = x.shape[dim]
         shape = list(x.shape)
         shape[dim] = before + length + after
-        padded = x.new_empty(shape)
+        # In the layout of ``x``, which the convolution that follows then need not change.
+        padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
         padded.narrow(dim, before, length).copy_(x)
         sends, receives, filled = [], [], []
         if self._rank > 0:
@@ -628,6 +629,14 @@ class ShardedFrame(TorchFunctionMode):
             if not same_rows or self._halos.get(value, 0) != self._halos.get(x, 0):
                 raise UnshardableOperation(f"writing {list(value.shape)} to a band {list(x.shape)} is not covered")
         func(x, index, value)
+
+
+def _memory_format(x: torch.Tensor) -> torch.memory_format:
+    """The layout in memory that ``x`` has, where it is dense; otherwise that of new tensors."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if channels_last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=channels_last):
+        return channels_last
+    return torch.contiguous_format
 
 
 def _outside(x: torch.Tensor, dim: int, rows: int, mode: str, value: float, *, at_start: bool) -> torch.Tensor:
