@@ -220,7 +220,7 @@ class RewritesConfig(Section):
     ``/v1/models/{name}`` says which are on.
 
     Attributes:
-        channels_last: weights and activations with the channels next to each other in memory.
+        channels_last: weights and activations with the channels next to each other in memory (in half precision).
         causal_input: the input of a causal convolution is put together once, and padded by the convolution.
         one_frame_conv2d: a causal convolution over one frame with none before it as a 2-D convolution.
         upsample_conv: nearest upsampling and its convolution as one transposed convolution (on the CPU).

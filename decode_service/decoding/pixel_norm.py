@@ -26,11 +26,15 @@ def pixel_rms_norm(x: torch.Tensor, scale: float, gamma_C: torch.Tensor) -> torc
         gamma_C: the learnt factor of every channel.
 
     Returns:
-        A new tensor of the shape and dtype of ``x``, channels last in memory. Nothing else holds it, so that an activation
-        may write over it.
+        A new tensor of the shape and dtype of ``x``, in memory channels last, or as a contiguous ``x`` in float32. Nothing else
+        holds it, so that an activation may write over it.
     """
     if torch.overrides.has_torch_function((x,)):
         return torch.overrides.handle_torch_function(pixel_rms_norm, (x,), x, scale, gamma_C)
+    if x.dtype == torch.float32 and x.is_contiguous():
+        # float32 decoders keep that layout; here the factors are one, and the last pass needs no memory of its own.
+        norms = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min(EPSILON)
+        return x.div(norms).mul_((gamma_C * scale).view(-1, *[1] * (x.dim() - 2)))
     rows_last = x.movedim(1, -1).contiguous()
     rows_NC = rows_last.view(-1, x.shape[1])
     if torch.compiler.is_compiling() or x.device.type != "cpu":

@@ -20,7 +20,6 @@ from decode_service.planning.tiles import TileSpan
 #: Decoders of diffusers' general residual blocks.
 RESNET_BLOCKS = DecoderStructure(
     channels_last=True,
-    channels_last_in_float32=False,
     activations=(Activation(ResnetBlock2D, "nonlinearity"), Activation(Decoder, "conv_act")),
 )
 

@@ -58,7 +58,8 @@ def one_frame_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator
                 weight = conv.weight.detach()[:, :, -1]
             else:
                 weight = conv.weight.detach().sum(2, dtype=torch.float32).to(conv.weight.dtype)
-            weight = weight.clone(memory_format=torch.channels_last)
+            last = structure.keeps_channels_last(weight.dtype)
+            weight = weight.clone(memory_format=torch.channels_last if last else torch.contiguous_format)
         calls = [_call(conv, frames=1)]
         yield ClassSite(module, OneFrameConvolution, calls, {"_one_frame": (weight, kind.padding(module), conv)})
 

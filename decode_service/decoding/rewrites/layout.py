@@ -3,7 +3,7 @@
 A convolution decides by its input's and its weight's layout, so one channels-last weight makes the chain after it channels
 last, too; norms, activations, upsampling and sums of such tensors keep it. oneDNN's bfloat16 kernels for AMX work in
 this layout and copied every input and output before (2 to 4 times the time of the convolution itself). In float32 they took 0.72
-to 1.0 of the time on the same shapes, but some decoders come out less exact (``channels_last_in_float32``).
+to 1.0 of the time on the same shapes, but decoders come out less exact (``DecoderStructure.keeps_channels_last``).
 """
 
 from __future__ import annotations
