@@ -102,11 +102,10 @@ def tiny(name: str) -> Any:
     """The model ``name`` with random weights from a fixed seed, in eval mode."""
     torch.manual_seed(7)
     model = BUILDERS[name]().eval().requires_grad_(False)
-    # Random initial weights give pictures near zero, on which a wrong halo could hide within any tolerance.
-    with torch.no_grad():
-        for parameter in model.decoder.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(1.2)
+    if name == "qwen_image":
+        # So that its pictures reach the ends of the range: otherwise nothing would show that they are clamped.
+        with torch.no_grad():
+            model.decoder.conv_out.weight.mul_(1.5)
     return model
 
 

@@ -74,7 +74,7 @@ def test_every_mode_gives_the_pixels_of_diffusers(group_answers: Answers, zoo: Z
         difference = (picture - expected).abs().max().item()
         if not difference <= TOLERANCE:
             wrong.append(f"{key}: {difference:.2e}")
-        assert expected.std() > 1e-3, f"{key}: a flat reference would prove nothing"
+        assert expected.std() > 0.05, f"{key}: a wrong halo could hide in a flat picture"
     assert not wrong, "; ".join(wrong)
 
 
