@@ -41,6 +41,7 @@ from decode_service.decoding.attention import (
 )
 from decode_service.decoding.communicator import Communicator
 from decode_service.decoding.dense_conv3d import dense_conv3d
+from decode_service.decoding.group_norm import group_moments, normalize_groups
 from decode_service.decoding.local_operations import LOCAL, POINTWISE
 from decode_service.decoding.pixel_norm import pixel_rms_norm
 from decode_service.planning.bands import Band
@@ -347,19 +348,10 @@ class ShardedFrame(TorchFunctionMode):
         bias: torch.Tensor | None = None,
         eps: float = 1e-5,
     ) -> torch.Tensor:
-        batch, channels = input.shape[:2]
-        x_BGN = input.reshape(batch, num_groups, -1).float()
-        variance, mean = torch.var_mean(x_BGN, dim=-1, correction=0)
-        mean, variance = self._merge_moments(mean, variance, x_BGN.shape[-1])
+        mean, variance = self._merge_moments(*group_moments(input, num_groups), input[0].numel() // num_groups)
         # The root of an overflow would be 0, and the picture without contents and finite: it must be seen to be none.
-        scale = torch.rsqrt(variance + eps).masked_fill(variance.isinf(), math.nan).unsqueeze(-1)
-        normalized = ((x_BGN - mean.unsqueeze(-1)) * scale).reshape(input.shape)
-        shape = [1, channels] + [1] * (input.dim() - 2)
-        if weight is not None:
-            normalized = normalized * weight.view(shape)
-        if bias is not None:
-            normalized = normalized + bias.view(shape)
-        return normalized.to(input.dtype)
+        variance = variance.masked_fill(variance.isinf(), math.nan)
+        return normalize_groups(input, mean, variance, weight, bias, eps)
 
     def _merge_moments(
         self, mean: torch.Tensor, variance: torch.Tensor, count: int
