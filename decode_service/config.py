@@ -224,7 +224,8 @@ class RewritesConfig(Section):
         causal_input: the input of a causal convolution is put together once, and padded by the convolution.
         one_frame_conv2d: a causal convolution over one frame with none before it as a 2-D convolution.
         upsample_conv: nearest upsampling and its convolution as one transposed convolution (on the CPU).
-        norm_activation: RMS norms in one pass over memory, and activations in place (on the CPU).
+        norm_activation: norms in one or two passes over memory, and activations in place (on the CPU).
+        residual: the sum of a residual block is written in place, and not divided by one.
     """
 
     channels_last: Switch = True
@@ -232,6 +233,7 @@ class RewritesConfig(Section):
     one_frame_conv2d: Switch = True
     upsample_conv: Switch = True
     norm_activation: Switch = True
+    residual: Switch = True
 
     def enabled(self) -> tuple[str, ...]:
         """The names of those that are on."""

@@ -66,7 +66,9 @@ def _of_rows(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     ones = torch.ones(channels, dtype=torch.float32, device=x.device)
     # eps only keeps the root finite. It is subtracted again, so it has to be small beside the variances that matter.
     eps = 1e-12
-    _, mean, rstd = torch.native_group_norm(x, ones, torch.zeros_like(ones), batch, channels, x[0, 0].numel(), groups, eps)
+    _, mean, rstd = torch.native_group_norm(
+        x, ones, torch.zeros_like(ones), batch, channels, x[0, 0].numel(), groups, eps
+    )
     return mean, (rstd.float().square().reciprocal() - eps).clamp_min(0.0)
 
 

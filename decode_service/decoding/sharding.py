@@ -39,6 +39,7 @@ from decode_service.decoding.attention import (
     kernel_attention,
     key_value_sums,
 )
+from decode_service.decoding.causal_conv3d import causal_conv3d
 from decode_service.decoding.communicator import Communicator
 from decode_service.decoding.dense_conv3d import dense_conv3d
 from decode_service.decoding.group_norm import group_moments, normalize_groups
@@ -200,6 +201,13 @@ class ShardedFrame(TorchFunctionMode):
         Args:
             mode: what lies outside the frame: ``constant`` (``value``), ``replicate`` or ``reflect``.
         """
+        return self.joined_with_halo([x], before, after, mode, value)
+
+    def joined_with_halo(
+        self, parts: Sequence[torch.Tensor], before: int, after: int, mode: str = "constant", value: float = 0.0
+    ) -> torch.Tensor:
+        """``with_halo`` of ``parts`` joined along their frames (dimension 2), in one copy."""
+        x = parts[-1]
         dim = x.dim() + self.dim
         extents = self.extents(x.shape[dim])
         if min(extents) < max(before, after):
@@ -209,19 +217,26 @@ class ShardedFrame(TorchFunctionMode):
         last = len(extents) - 1
         length = x.shape[dim]
         shape = list(x.shape)
+        if len(parts) > 1:
+            shape[2] = sum(part.shape[2] for part in parts)
         shape[dim] = before + length + after
         # In the layout of ``x``, which the convolution that follows then need not change.
         padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
-        padded.narrow(dim, before, length).copy_(x)
+        own = padded.narrow(dim, before, length)
+        if len(parts) == 1:
+            own.copy_(x)
+        else:
+            for frames, part in zip(own.split([part.shape[2] for part in parts], 2), parts, strict=True):
+                frames.copy_(part)
         sends, receives, filled = [], [], []
         if self._rank > 0:
             if after:
-                sends.append((self._rank - 1, x.narrow(dim, 0, after).contiguous()))
+                sends.append((self._rank - 1, own.narrow(dim, 0, after).contiguous()))
             if before:
                 filled.append((0, before, self._rank - 1))
         if self._rank < last:
             if before:
-                sends.append((self._rank + 1, x.narrow(dim, length - before, before).contiguous()))
+                sends.append((self._rank + 1, own.narrow(dim, length - before, before).contiguous()))
             if after:
                 filled.append((before + length, after, self._rank + 1))
         for _, size, peer in filled:
@@ -311,6 +326,30 @@ class ShardedFrame(TorchFunctionMode):
             paddings[index] = 0
         return func(input, weight, bias, strides, paddings, dilations, groups)
 
+    def _causal_conv(
+        self,
+        func: Callable[..., Any],
+        parts: Sequence[torch.Tensor],
+        weight: torch.Tensor,
+        flat_weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+    ) -> torch.Tensor:
+        own = padding[self.dim]
+        if not own:
+            return func(parts, weight, flat_weight, bias, stride, padding, dilation, groups)
+        if stride[self.dim] != 1 or 2 * own != dilation[self.dim] * (weight.shape[self.dim] - 1):
+            raise UnshardableOperation(
+                f"a convolution with stride {stride[self.dim]} and padding {own} on the sharded axis is not covered"
+            )
+        left = list(padding)
+        left[self.dim] = 0
+        joined = self.joined_with_halo(parts, own, own)
+        return func([joined], weight, flat_weight, bias, stride, left, dilation, groups)
+
     def _conv_transpose(
         self,
         func: Callable[..., Any],
@@ -358,21 +397,17 @@ class ShardedFrame(TorchFunctionMode):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and biased variance over all bands, from those of each band.
 
-        Source: the pairwise update of Chan, Golub and LeVeque (1979), applied in rank order, so that all ranks get the
-        same bits. Counts follow from the bands, so only the two moments travel.
+        Source: Chan, Golub and LeVeque (1979), for any number of parts at once. Every rank computes the same numbers in
+        the same order, so all get the same bits. Counts follow from the bands, so only the two moments travel.
         """
-        gathered = self._communicator.all_gather(torch.stack([mean, variance]).contiguous())
+        gathered = self._communicator.all_gather(torch.stack([mean, variance]))
         self.exchanges += 1
         counts = self.extents(count)
-        total = counts[0]
-        merged_mean, merged_m2 = gathered[0][0].double(), gathered[0][1].double() * total
-        for band_count, moments in zip(counts[1:], gathered[1:], strict=True):
-            delta = moments[0].double() - merged_mean
-            joint = total + band_count
-            merged_mean = merged_mean + delta * (band_count / joint)
-            merged_m2 = merged_m2 + moments[1].double() * band_count + delta.square() * (total * band_count / joint)
-            total = joint
-        return merged_mean.to(mean.dtype), (merged_m2 / total).to(mean.dtype)
+        share_R111 = torch.tensor(counts, dtype=torch.float64, device=mean.device).view(-1, 1, 1, 1) / sum(counts)
+        moments_R2BG = torch.stack(gathered).double()
+        merged_mean, within = (moments_R2BG * share_R111).sum(0)
+        between = ((moments_R2BG[:, :1] - merged_mean).square() * share_R111).sum((0, 1))
+        return merged_mean.to(mean.dtype), (within + between).to(mean.dtype)
 
     def _attention(
         self,
@@ -669,6 +704,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.conv1d: ShardedFrame._conv,
     torch.conv2d: ShardedFrame._conv,
     torch.conv3d: ShardedFrame._conv,
+    causal_conv3d: ShardedFrame._causal_conv,
     dense_conv3d: ShardedFrame._conv,
     F.conv_transpose2d: ShardedFrame._conv_transpose,
     F.group_norm: ShardedFrame._group_norm,

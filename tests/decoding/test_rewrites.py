@@ -46,7 +46,7 @@ def seeded(build: Callable[[], Any]) -> Callable[[], Any]:
     return made
 
 
-IMAGE = {"upsample_conv", "norm_activation"}
+IMAGE = {"upsample_conv", "norm_activation", "residual"}
 CACHED = {"causal_input", "one_frame_conv2d", "upsample_conv", "norm_activation"}
 CLIP = {"one_frame_conv2d", "norm_activation"}
 

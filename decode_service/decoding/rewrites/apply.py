@@ -11,7 +11,7 @@ from torch import nn
 
 from decode_service.decoding.rewrites.convolutions import causal_input_sites, one_frame_sites
 from decode_service.decoding.rewrites.layout import layout_sites
-from decode_service.decoding.rewrites.normalization import norm_sites
+from decode_service.decoding.rewrites.normalization import norm_sites, residual_sites
 from decode_service.decoding.rewrites.site import Site
 from decode_service.decoding.rewrites.structure import DecoderStructure
 from decode_service.decoding.rewrites.upsampling import upsample_sites
@@ -54,6 +54,7 @@ _KINDS: dict[str, _Kind] = {
     "one_frame_conv2d": _Kind(one_frame_sites),
     "upsample_conv": _Kind(upsample_sites, cpu_only=True),
     "norm_activation": _Kind(norm_sites, cpu_only=True),
+    "residual": _Kind(residual_sites),
 }
 
 #: All rewrites.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from decode_service.decoding.dense_conv3d import dense_conv3d
+from decode_service.decoding.causal_conv3d import causal_conv3d
 from decode_service.decoding.rewrites.site import ClassSite, Site, random_input
 from decode_service.decoding.rewrites.structure import CausalConvolution, DecoderStructure, SpatialPadding
 
@@ -85,28 +85,18 @@ class CausalInput:
 
     def forward(self, x_BCTHW: torch.Tensor, cache_BCTHW: torch.Tensor | None = None) -> torch.Tensor:
         (padding, flat_weight), before = self._causal_input, self.kernel_size[0] - 1
+        parts = [x_BCTHW]
         if before:
-            parts = [x_BCTHW]
             if cache_BCTHW is not None:
                 parts.insert(0, cache_BCTHW)
                 before -= cache_BCTHW.shape[2]
             parts = [torch.zeros_like(x_BCTHW[:, :, :1])] * before + parts
-            if flat_weight is not None and flat_weight.dtype == x_BCTHW.dtype and x_BCTHW.shape[0] == 1:
-                return self._in_two_dimensions(parts, flat_weight, padding)
-            x_BCTHW = torch.cat(parts, dim=2) if len(parts) > 1 else x_BCTHW
+        # Another dtype: the model is cast up for this decode.
+        flat = flat_weight if flat_weight is not None and flat_weight.dtype == x_BCTHW.dtype else None
+        if x_BCTHW.shape[0] > 1:
+            flat = None
         own = (0, padding.top, padding.left)
-        return dense_conv3d(x_BCTHW, self.weight, self.bias, self.stride, own, self.dilation, self.groups)
-
-    def _in_two_dimensions(
-        self, parts: list[torch.Tensor], flat_weight: torch.Tensor, padding: SpatialPadding
-    ) -> torch.Tensor:
-        frames = [frame for part in parts for frame in part.unbind(2)]
-        reach = self.kernel_size[0]
-        windows = [torch.cat(frames[start : start + reach], dim=1) for start in range(len(frames) - reach + 1)]
-        x_TCHW = torch.cat(windows, dim=0) if len(windows) > 1 else windows[0]
-        own = (padding.top, padding.left)
-        y_TCHW = F.conv2d(x_TCHW, flat_weight, self.bias, self.stride[1:], own, self.dilation[1:], self.groups)
-        return y_TCHW.unsqueeze(0).transpose(1, 2)
+        return causal_conv3d(parts, self.weight, flat, self.bias, self.stride, own, self.dilation, self.groups)
 
 
 class _CausalInputSite(ClassSite):
