@@ -88,7 +88,12 @@ def residual_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[
 def _is_unconditional(block: Any) -> bool:
     """Whether a residual block is two norms, activations and convolutions, and a sum."""
     plain = block.time_emb_proj is None and block.upsample is None and block.downsample is None
-    return plain and block.time_embedding_norm == "default" and block.output_scale_factor == 1 and not block.dropout.p
+    return (
+        plain
+        and block.time_embedding_norm in ("default", "group")
+        and block.output_scale_factor == 1
+        and not block.dropout.p
+    )
 
 
 def _is_plain(norm: Any) -> bool:
