@@ -39,8 +39,9 @@ class ChannelsLastGroupNorm:
     eps: float
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        plain = x.is_contiguous() or torch.compiler.is_compiling() or ShardedFrame.is_active()
-        if plain or x.dim() not in (4, 5):
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+        plain = last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last)
+        if plain or torch.compiler.is_compiling() or ShardedFrame.is_active():
             output: torch.Tensor = super().forward(x)  # type: ignore[misc]
             return output
         return normalize_groups(x, *group_moments(x, self.num_groups), self.weight, self.bias, self.eps)
