@@ -25,7 +25,9 @@ def threads_stay_as_they_were() -> object:
     torch.set_num_threads(before)
 
 
-def test_decode_measures_every_contender_frame_and_dtype(tmp_path: Path) -> None:
+def test_decode_measures_every_contender_frame_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The norms of narrow models, over few channels, make much of rounding, which grows with the pixels.
+    monkeypatch.setattr(models, "OUTPUT_STD", 0.2)
     target = tmp_path / "decode.json"
     # bfloat16 first: the reference in float32 must be there all the same.
     arguments = "--narrow --no-compile --threads 1 --repeats 2 --size 32 --models wan21 --dtypes bfloat16 float32"

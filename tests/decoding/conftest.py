@@ -45,6 +45,11 @@ class Zoo:
         return Case(self.folders[name], latents_of(shape or SHAPES[name]), mode, **options)  # type: ignore[arg-type]
 
 
+@pytest.fixture(autouse=True)
+def weights_do_not_depend_on_the_tests_before() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("models"))

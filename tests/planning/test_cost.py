@@ -14,21 +14,13 @@ from decode_service.planning.load import Load
 from decode_service.planning.memory import Activations, Footprint
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.planner import Policy, amount_of, make_plan
-from decode_service.planning.spec import ModelSpec, OverlapTiles, StrideTiles
-from decode_service.planning.temporal import CausalFrames, ClipFrames, FadedFrames
+from decode_service.planning.spec import ModelSpec, OverlapTiles
+from decode_service.planning.temporal import ClipFrames, FadedFrames
+from tests.planning import specs
 
-WAN = ModelSpec(
-    name="wan",
-    family="wan-2.1",
-    class_name="AutoencoderKLWan",
-    latent_channels=16,
-    output_channels=3,
-    spatial_ratio=8,
-    decoder_ratio=8,
-    frame_rule=CausalFrames(4),
+WAN = replace(
+    specs.WAN,
     accepts_images=True,
-    exact_axes=("height", "width"),
-    tiles=StrideTiles(),
     work=Work(
         flops=(1e7, 3e7),
         attention=(0.1, 0.1, 0.0),

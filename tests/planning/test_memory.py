@@ -11,25 +11,13 @@ from decode_service.errors import UnsupportedModeError
 from decode_service.planning.memory import Activations, Footprint, gib
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.planner import Policy, make_plan
-from decode_service.planning.spec import ModelSpec, StrideTiles
-from decode_service.planning.temporal import CausalFrames
+from decode_service.planning.spec import ModelSpec
+from tests.planning import specs
 
 GIB = 2**30
 
-WAN = ModelSpec(
-    name="wan",
-    family="wan-2.1",
-    class_name="AutoencoderKLWan",
-    latent_channels=16,
-    output_channels=3,
-    spatial_ratio=8,
-    decoder_ratio=8,
-    frame_rule=CausalFrames(4),
-    accepts_images=False,
-    exact_axes=("height", "width"),
-    tiles=StrideTiles(),
-    operand_per_pixel=768,
-    operand_per_pixel_first=288,
+WAN = replace(
+    specs.WAN,
     footprint=Footprint(
         weight_bytes=300 << 20,
         itemsize=4,

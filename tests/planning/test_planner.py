@@ -13,24 +13,10 @@ from decode_service.errors import InvalidLatentsError, InvalidRequestError, Unsu
 from decode_service.planning.load import Load
 from decode_service.planning.plan import DecodePlan
 from decode_service.planning.planner import Policy, make_plan, validate_denormalize
-from decode_service.planning.spec import WHOLE_CLIP, ModelSpec, OverlapTiles, StrideTiles
+from decode_service.planning.spec import WHOLE_CLIP, ModelSpec, OverlapTiles
 from decode_service.planning.temporal import CausalFrames, ClipFrames
+from tests.planning.specs import WAN
 
-WAN = ModelSpec(
-    name="wan",
-    family="wan-2.1",
-    class_name="AutoencoderKLWan",
-    latent_channels=16,
-    output_channels=3,
-    spatial_ratio=8,
-    decoder_ratio=8,
-    frame_rule=CausalFrames(4),
-    accepts_images=False,
-    exact_axes=("height", "width"),
-    tiles=StrideTiles(),
-    operand_per_pixel=768,
-    operand_per_pixel_first=288,
-)
 QWEN = replace(WAN, name="qwen", family="qwen-image", class_name="AutoencoderKLQwenImage", accepts_images=True)
 H3 = ModelSpec(
     name="h3",
