@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import math
 import time
@@ -16,6 +17,7 @@ import torch
 from decode_service.decoding.attention import query_blocks
 from decode_service.decoding.communicator import Communicator, SoloCommunicator
 from decode_service.decoding.compilation import CompilableDecoder, CompileFailedError
+from decode_service.decoding.convolution_choice import ConvolutionChoice, measured_choice
 from decode_service.decoding.families import Family
 from decode_service.decoding.footprint import with_footprint
 from decode_service.decoding.loading import ModelSource, load_family
@@ -34,6 +36,8 @@ from decode_service.planning.spec import ModelSpec, StrideTiles
 # B batch, C channels, T latent frames, F pixel frames, H height, W width.
 
 _OK, _OUT_OF_MEMORY, _COMPILE_FAILED, _FAILED = range(4)
+
+NOT_MEASURED = ConvolutionChoice(None, True, "not measured: on CUDA alone")
 
 
 class RankOutOfMemoryError(RuntimeError):
@@ -75,9 +79,11 @@ class RankDecoder:
         device: torch.device,
         compile_enabled: bool = False,
         rewrites: Sequence[Rewrite] = (),
+        convolutions: ConvolutionChoice = NOT_MEASURED,
     ) -> None:
         self._family = family
         self._rewrites = tuple(rewrites)
+        self._convolutions = convolutions
         self._device = device
         # A retry in float32 casts the weights up, and noise drawn in another dtype would be other noise.
         self._noise_dtype = family.dtype()
@@ -99,8 +105,13 @@ class RankDecoder:
         compile_enabled: bool = False,
         rewrites: Collection[str] = NAMES,
         threads: int | None = None,
+        measure_convolutions: bool | None = None,
     ) -> RankDecoder:
         """Load ``source`` onto ``device`` (``cpu``, ``cuda``, ``cuda:0``), with those of the ``rewrites`` that prove exact.
+
+        Args:
+            measure_convolutions: whether to time 3-D convolutions and decode with the layout, and with or without cuDNN, that
+                was fastest. None: on CUDA.
 
         Raises:
             ConfigError: the source cannot be loaded, or ``tiles`` do not fit it.
@@ -113,12 +124,22 @@ class RankDecoder:
             torch.backends.cuda.matmul.allow_tf32 = False
             torch.backends.cudnn.allow_tf32 = False
         family = load_family(source, device=target, tiles=tiles)
+        convolutions = NOT_MEASURED
+        if target.type == "cuda" if measure_convolutions is None else measure_convolutions:
+            lasts = family.structure.channels_last and "channels_last" in rewrites and family.spec.tested
+            convolutions = measured_choice(
+                getattr(family.vae, "decoder", family.vae), target, keeps_channels_last=lasts
+            )
         if family.spec.tested:
-            applied = apply_rewrites(family.vae, family.structure, enabled=rewrites)
+            structure, declined = family.structure, {}
+            if structure.channels_last and convolutions.layout == "contiguous":
+                structure = dataclasses.replace(structure, channels_last=False)
+                declined["channels_last"] = convolutions.reason
+            applied = apply_rewrites(family.vae, structure, enabled=rewrites, declined=declined)
         else:
             reason = f"{family.spec.class_name} is not one of the tested families: its modules run as they are"
             applied = tuple(Rewrite(name, False, 0, reason) for name in NAMES)
-        return cls(family, device=target, compile_enabled=compile_enabled, rewrites=applied)
+        return cls(family, device=target, compile_enabled=compile_enabled, rewrites=applied, convolutions=convolutions)
 
     @property
     def spec(self) -> ModelSpec:
@@ -155,6 +176,7 @@ class RankDecoder:
                 rewrite.name: {"active": rewrite.active, "modules": rewrite.modules, "reason": rewrite.reason}
                 for rewrite in self._rewrites
             },
+            "convolutions": self._convolutions.describe(),
         }
 
     def attach(self, communicator: Communicator) -> None:
@@ -242,9 +264,13 @@ class RankDecoder:
             conditioning,
             self._noise_dtype,
         )
-        cast = _cast_up(self._family) if precision == "float32" else contextlib.nullcontext()
+        if precision == "float32":
+            # What was measured for half precision says nothing of the convolutions of this decode.
+            own: contextlib.AbstractContextManager[Any] = _cast_up(self._family)
+        else:
+            own = self._convolutions.applied()
         try:
-            with torch.inference_mode(), cast:
+            with torch.inference_mode(), own:
                 part = attempt.run(latents, dtype_name)
         except (RankOutOfMemoryError, PeerFailedError):
             # Agreed between the ranks: everybody left the attempt at the same place and the group is sound.

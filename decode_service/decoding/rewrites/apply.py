@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -62,13 +62,25 @@ NAMES = tuple(_KINDS)
 
 
 def apply_rewrites(
-    vae: nn.Module, structure: DecoderStructure, *, enabled: Collection[str] = NAMES
+    vae: nn.Module,
+    structure: DecoderStructure,
+    *,
+    enabled: Collection[str] = NAMES,
+    declined: Mapping[str, str] | None = None,
 ) -> tuple[Rewrite, ...]:
     """Put the ``enabled`` rewrites into the decoder side of ``vae``, which is on its device in its dtype already.
 
     A rewrite is on for all the modules it fits or for none: one that differs on any of them is taken back everywhere.
+
+    Args:
+        declined: why rewrites that are enabled stay off on this machine, by name.
     """
-    return tuple(_apply(name, kind, vae, structure, name in enabled) for name, kind in _KINDS.items())
+    return tuple(
+        Rewrite(name, False, 0, declined[name])
+        if declined and name in declined and name in enabled
+        else _apply(name, kind, vae, structure, name in enabled)
+        for name, kind in _KINDS.items()
+    )
 
 
 def _apply(name: str, kind: _Kind, vae: nn.Module, structure: DecoderStructure, enabled: bool) -> Rewrite:
