@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from decode_service.decoding.compilation import CompilableDecoder, CompileFailed
 from decode_service.decoding.convolution_choice import ConvolutionChoice, measured_choice
 from decode_service.decoding.families import Family
 from decode_service.decoding.footprint import with_footprint
+from decode_service.decoding.host_copies import HostCopies, Transfer
 from decode_service.decoding.loading import ModelSource, load_family
 from decode_service.decoding.memory import is_out_of_memory
 from decode_service.decoding.pixels import TORCH_DTYPES, axis_dim, convert, from_carrier, pixel_shape, to_numpy
@@ -82,6 +83,7 @@ class RankDecoder:
         convolutions: ConvolutionChoice = NOT_MEASURED,
     ) -> None:
         self._family = family
+        self._host = HostCopies.of(device)
         self._rewrites = tuple(rewrites)
         self._convolutions = convolutions
         self._device = device
@@ -177,6 +179,7 @@ class RankDecoder:
                 for rewrite in self._rewrites
             },
             "convolutions": self._convolutions.describe(),
+            "host_copies": None if self._host is None else self._host.describe(),
         }
 
     def attach(self, communicator: Communicator) -> None:
@@ -263,6 +266,7 @@ class RankDecoder:
             denormalize,
             conditioning,
             self._noise_dtype,
+            self._host,
         )
         if precision == "float32":
             # What was measured for half precision says nothing of the convolutions of this decode.
@@ -315,8 +319,11 @@ class _Attempt:
         denormalize: bool,
         conditioning: Conditioning | None,
         noise_dtype: torch.dtype,
+        host: HostCopies | None,
     ) -> None:
         self._family = family
+        self._host = host
+        self._transfer: Transfer | None = None
         self._communicator = communicator
         self._device = device
         self._plan = plan
@@ -335,6 +342,13 @@ class _Attempt:
         return self._communicator.rank
 
     def run(self, latents: np.ndarray, dtype_name: str) -> np.ndarray | None:
+        try:
+            return self._run(latents, dtype_name)
+        finally:
+            if self._transfer is not None:
+                self._transfer.close()
+
+    def _run(self, latents: np.ndarray, dtype_name: str) -> np.ndarray | None:
         with self._timed("prepare"):
             latents_BCTHW = self._prepare(latents, dtype_name)
         with self._timed("decode"):
@@ -348,12 +362,17 @@ class _Attempt:
             self.finite = bool(self._finite)
             if part is None:
                 return None
-            array = to_numpy(part)
+            array = self._on_host(part)
             if self._plan.collect == "broadcast":
                 self.digest = hashlib.blake2b(array.data, digest_size=16).hexdigest()
                 if self.rank != 0:
                     return None
             return self._as_sent(array)
+
+    def _on_host(self, part: torch.Tensor) -> np.ndarray:
+        if self._transfer is not None:
+            return self._transfer.finish()
+        return to_numpy(part) if self._host is None else self._host.fetch(part)
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -412,7 +431,10 @@ class _Attempt:
         return self._decode_items(local_BCTHW, ShardedFrame(self._communicator, axis, self._plan.bands))
 
     def _decode_items(self, latents_BCTHW: torch.Tensor, frame: ShardedFrame | None = None) -> torch.Tensor:
-        """Decode one item after the other, pass by pass, straight into the result."""
+        """Decode one item after the other, pass by pass, straight into the result.
+
+        Where that is handed over as it is, it lies in host memory, and pixels of a pass travel while the next one is decoded.
+        """
         spec, wanted = self._family.spec, self._pixels
         batch, _, _, height, width = latents_BCTHW.shape
         extents = (
@@ -422,14 +444,20 @@ class _Attempt:
             height * spec.spatial_ratio,
             width * spec.spatial_ratio,
         )
-        out = torch.empty(pixel_shape(extents, wanted), dtype=TORCH_DTYPES[wanted.dtype], device=self._device)
+        shape, dtype = pixel_shape(extents, wanted), TORCH_DTYPES[wanted.dtype]
+        copy: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_
+        if self._host is not None and self._parts_stay:
+            self._transfer = self._host.transfer(shape, dtype)
+            out, copy = self._transfer.target, self._transfer.copy
+        else:
+            out = torch.empty(shape, dtype=dtype, device=self._device)
         frame_dim = 1 if wanted.dtype == "uint8" else 2
         for item in range(batch):
             start = 0
             for pixels_BCFHW in self._passes(latents_BCTHW[item : item + 1], frame):
                 converted = self._convert(pixels_BCFHW)
                 frames = converted.shape[frame_dim]
-                out[item : item + 1].narrow(frame_dim, start, frames).copy_(converted)
+                copy(out[item : item + 1].narrow(frame_dim, start, frames), converted)
                 start += frames
         return out
 
@@ -527,10 +555,15 @@ class _Attempt:
             failed = [rank for rank, other in enumerate(statuses) if other]
             raise PeerFailedError(f"rank {', '.join(map(str, failed))} failed while decoding its part")
 
+    @property
+    def _parts_stay(self) -> bool:
+        """Whether every rank hands over what it decoded."""
+        return self._plan.collect == "shards" or not self._plan.needs_group
+
     def _collect(self, part: torch.Tensor | None) -> torch.Tensor | None:
         """Leave the parts where they are, or bring the whole picture to rank 0, or to every rank."""
         plan = self._plan
-        if plan.collect == "shards" or not plan.needs_group:
+        if self._parts_stay:
             return part
         if plan.axis is not None:
             part = self._gather_parts(part, plan.axis)
