@@ -81,6 +81,7 @@ class RankDecoder:
         compile_enabled: bool = False,
         rewrites: Sequence[Rewrite] = (),
         convolutions: ConvolutionChoice = NOT_MEASURED,
+        cuda_graphs: bool = False,
     ) -> None:
         self._family = family
         self._host = HostCopies.of(device)
@@ -90,7 +91,10 @@ class RankDecoder:
         # A retry in float32 casts the weights up, and noise drawn in another dtype would be other noise.
         self._noise_dtype = family.dtype()
         self._decoder = CompilableDecoder(
-            family.call_decoder, enabled=compile_enabled and family.compiles, synchronize=self._synchronize
+            family.call_decoder,
+            enabled=compile_enabled and family.compiles,
+            synchronize=self._synchronize,
+            cuda_graphs=cuda_graphs,
         )
         if compile_enabled and not family.compiles:
             self._decoder.reason = family.eager_reason
@@ -107,11 +111,13 @@ class RankDecoder:
         compile_enabled: bool = False,
         rewrites: Collection[str] = NAMES,
         threads: int | None = None,
+        cuda_graphs: bool = False,
         measure_convolutions: bool | None = None,
     ) -> RankDecoder:
         """Load ``source`` onto ``device`` (``cpu``, ``cuda``, ``cuda:0``), with those of the ``rewrites`` that prove exact.
 
         Args:
+            cuda_graphs: whether what is compiled is launched as CUDA graphs.
             measure_convolutions: whether to time 3-D convolutions and decode with the layout, and with or without cuDNN, that
                 was fastest. None: on CUDA.
 
@@ -173,7 +179,11 @@ class RankDecoder:
                 "statistics": _plain(self._family.statistics()),
                 "latents_are": "as the denoiser makes them where a request says denormalize: true, else as decode takes them",
             },
-            "compile": {"active": self._decoder.active, "reason": self._decoder.reason},
+            "compile": {
+                "active": self._decoder.active,
+                "reason": self._decoder.reason,
+                "cuda_graphs": self._decoder.cuda_graphs,
+            },
             "rewrites": {
                 rewrite.name: {"active": rewrite.active, "modules": rewrite.modules, "reason": rewrite.reason}
                 for rewrite in self._rewrites
