@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from decode_service.decoding import convolution_choice, rank
+from decode_service.decoding.causal_conv3d import causal_conv3d
 from decode_service.decoding.convolution_choice import (
     ConvolutionChoice,
     ConvolutionTime,
@@ -173,7 +174,7 @@ class Seen(TorchFunctionMode):
         self.cudnn: dict[str, set[bool]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.conv2d, torch.conv3d, dense_conv3d):
+        if func in (torch.conv2d, torch.conv3d, dense_conv3d, causal_conv3d):
             self.cudnn.setdefault(func.__name__, set()).add(torch.backends.cudnn.enabled)
         return func(*args, **(kwargs or {}))
 
