@@ -205,11 +205,16 @@ class CompileConfig(Section):
         cache_dir: folder in which compiled code outlives the process, so that the next start loads it instead. It must not be
             writable by others, because its contents are run. Ranks of a machine may share it, and so may models. None: what
             ``TORCHINDUCTOR_CACHE_DIR`` says, or else ``$XDG_CACHE_HOME/decode-service/compiled`` (``~/.cache`` by default).
+        cuda_graphs: launch compiled calls as CUDA graphs, which saves the time between kernels. Off by default: a graph keeps
+            the memory of its call for as long as the process runs, which no plan counts, its results and the caches between
+            passes are copied once more, and it has not been measured on a device yet. A call is still kept only if it is
+            faster so than uncompiled, copies included.
         timeout_s: how long compiling and timing what one shape needs may take; it replaces ``group.run_timeout_s`` there.
     """
 
     enabled: OptionalSwitch = None
     cache_dir: str | None = Field(default=None, min_length=1)
+    cuda_graphs: Switch = False
     timeout_s: float = Field(default=1800.0, gt=0)
 
 
@@ -224,7 +229,8 @@ class RewritesConfig(Section):
         causal_input: the input of a causal convolution is put together once, and padded by the convolution.
         one_frame_conv2d: a causal convolution over one frame with none before it as a 2-D convolution.
         upsample_conv: nearest upsampling and its convolution as one transposed convolution (on the CPU).
-        norm_activation: norms in one or two passes over memory, and activations in place (on the CPU).
+        norm_activation: norms in one or two passes over memory, and activations in place (on the CPU); on CUDA, in half precision
+            and channels last, a norm and its activation in one kernel of Triton's.
         residual: the sum of a residual block is written in place, and not divided by one.
     """
 
@@ -288,6 +294,12 @@ class ServiceConfig(Section):
     rewrites: RewritesConfig = RewritesConfig()
     warmup: WarmupConfig = WarmupConfig()
     limits: LimitsConfig = LimitsConfig()
+
+    @model_validator(mode="after")
+    def _has_a_device_for_cuda_graphs(self) -> ServiceConfig:
+        if self.compile.cuda_graphs and (self.group.device != "cuda" or self.compile.enabled is False):
+            raise ValueError("compile.cuda_graphs needs group.device: cuda, and compile.enabled")
+        return self
 
     def compile_enabled(self) -> bool:
         """Whether to compile, with the default filled in."""

@@ -166,3 +166,13 @@ def test_there_is_a_deployment_file_for_each_case() -> None:
 def test_yes_and_quoted_numbers_are_no_numbers(sections: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="number"):
         ServiceConfig.model_validate({"model": {"name": "m", "source": "builtin:demo"}, **sections})
+
+
+def test_cuda_graphs_are_refused_where_they_would_do_nothing() -> None:
+    model = {"name": "demo", "source": "builtin:demo"}
+    for sections in ({}, {"group": {"device": "cuda"}, "compile": {"enabled": False, "cuda_graphs": True}}):
+        sections = {"compile": {"cuda_graphs": True}, **sections}
+        with pytest.raises(ValueError, match=r"compile\.cuda_graphs needs group.device: cuda"):
+            ServiceConfig(model=model, **sections)
+    on = ServiceConfig(model=model, group={"device": "cuda"}, compile={"cuda_graphs": True})
+    assert on.compile.cuda_graphs and not ServiceConfig(model=model, group={"device": "cuda"}).compile.cuda_graphs

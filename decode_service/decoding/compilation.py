@@ -59,7 +59,15 @@ def compile_whole(forward: Forward) -> Forward:
     One graph: a call that would have to be compiled anew is refused before any of it has run, so that it can still run
     eagerly. Isolated: compiled forms of one function would share a bounded cache otherwise, and be tried one after the other.
     """
-    options: dict[str, Any] = {}
+    return _compile(forward)
+
+
+def compile_with_cuda_graphs(forward: Forward) -> Forward:
+    """As ``compile_whole``, launched as CUDA graphs: what a call gives lies in memory that the next call writes to."""
+    return _compile(forward, options={"triton.cudagraphs": True})
+
+
+def _compile(forward: Forward, **options: Any) -> Forward:
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
     return torch.compile(forward, fullgraph=True, dynamic=False, **options)
@@ -102,6 +110,7 @@ class CompilableDecoder:
         forward: the decoder; nothing about its modules changes later.
         enabled: whether it may be compiled.
         synchronize: waits for the device, so that times are those of the work.
+        cuda_graphs: whether compiled calls are launched as CUDA graphs. What they give is copied out of the graph's memory.
 
     Attributes:
         active: whether it may be compiled.
@@ -111,8 +120,16 @@ class CompilableDecoder:
         calls: calls so far; ``compiled_calls`` of them ran compiled.
     """
 
-    def __init__(self, forward: Forward, *, enabled: bool, synchronize: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        enabled: bool,
+        synchronize: Callable[[], None] = lambda: None,
+        cuda_graphs: bool = False,
+    ) -> None:
         self._eager = forward
+        self.cuda_graphs = cuda_graphs
         self._synchronize = synchronize
         self._compiled: dict[str, Forward] = {}
         self._seen: set[str] = set()
@@ -169,7 +186,7 @@ class CompilableDecoder:
         with _STANCE.serving() as may_serve:
             if may_serve:
                 try:
-                    output = self._compiled[key](*args, **kwargs)
+                    output = self._call_compiled(self._compiled[key], args, kwargs)
                 except Exception as error:
                     # Lack of memory is no reason to give compilation up.
                     if is_out_of_memory(error):
@@ -181,8 +198,18 @@ class CompilableDecoder:
                     self._warn_of_refusal(key, error)
                 else:
                     self.compiled_calls += 1
-                    return _compacted(output, args, kwargs)
+                    return output
         return self._eager(*args, **kwargs)
+
+    def _call_compiled(self, compiled: Forward, args: Any, kwargs: Any) -> Any:
+        """What a compiled call gives, and what it leaves in its arguments, in memory of their own."""
+        if not self.cuda_graphs:
+            return _compacted(compiled(*args, **kwargs), args, kwargs)
+        # Held until the end: the memory of one that the call drops could be that of a new one.
+        given = list(_tensors((args, kwargs)))
+        torch.compiler.cudagraph_mark_step_begin()
+        output = compiled(*args, **kwargs)
+        return _out_of_the_graph(output, args, kwargs, given)
 
     def _warn_of_refusal(self, key: str, error: Exception) -> None:
         if key not in self._refused:
@@ -195,10 +222,15 @@ class CompilableDecoder:
         shape, dtype = ((), "") if first is None else (tuple(first.shape), str(first.dtype).removeprefix("torch."))
         eager_ms, compiled_ms, compile_s, problem = None, None, None, ""
         try:
-            compiled = compile_whole(self._eager)
+            compiled = (compile_with_cuda_graphs if self.cuda_graphs else compile_whole)(self._eager)
             began = time.perf_counter()
             with _STANCE.compiling():
-                got = _outcome(compiled, args, kwargs)
+                if self.cuda_graphs:
+                    # The first call runs the kernels, the second records them, the third is what requests will get.
+                    for _ in range(3):
+                        got = _outcome(lambda *a, **k: self._call_compiled(compiled, a, k), args, kwargs)
+                else:
+                    got = _outcome(compiled, args, kwargs)
                 self._synchronize()
             compile_s = time.perf_counter() - began
             with _STANCE.serving(wait=True):
@@ -209,7 +241,7 @@ class CompilableDecoder:
                     def as_served(*args: Any, **kwargs: Any) -> Any:
                         bucket_key(args, kwargs)
                         with _STANCE.serving():
-                            return _compacted(compiled(*args, **kwargs), args, kwargs)
+                            return self._call_compiled(compiled, args, kwargs)
 
                     eager_ms, compiled_ms = self._time_in_turn([self._eager, as_served], args, kwargs)
                     self._compiled[key] = compiled
@@ -344,8 +376,23 @@ def _compacted(output: Any, args: Any, kwargs: Any) -> Any:
     """
     for argument in (*args, *kwargs.values()):
         if not isinstance(argument, torch.Tensor):
-            _compact(argument)
-    return output if isinstance(output, torch.Tensor) else _compact(output)
+            _replace(argument, _apart_if_part)
+    return output if isinstance(output, torch.Tensor) else _replace(output, _apart_if_part)
+
+
+def _out_of_the_graph(output: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+    """As ``_compacted``, of a call whose results lie in a CUDA graph's memory: all but what was ``given`` to it is copied."""
+    outside = {tensor.untyped_storage().data_ptr() for tensor in given}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() in outside:
+            return _apart_if_part(tensor)
+        return tensor.clone()
+
+    for argument in (*args, *kwargs.values()):
+        if not isinstance(argument, torch.Tensor):
+            _replace(argument, copied)
+    return _replace(output, copied)
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
@@ -356,20 +403,24 @@ def _apart(argument: Any) -> Any:
     return argument.contiguous() if isinstance(argument, torch.Tensor) and _is_part(argument) else argument
 
 
-def _compact(value: Any) -> Any:
-    """``value``, where it can be changed in place, with copies of tensors that are parts of larger ones."""
+def _apart_if_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if _is_part(tensor) else tensor
+
+
+def _replace(value: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value``, where it can be changed in place, with the ``replacement`` of every tensor in it."""
     if isinstance(value, torch.Tensor):
-        return value.clone() if _is_part(value) else value
+        return replacement(value)
     if isinstance(value, list):
-        value[:] = [_compact(entry) for entry in value]
+        value[:] = [_replace(entry, replacement) for entry in value]
     elif isinstance(value, tuple):
-        return type(value)(_compact(entry) for entry in value)
+        return type(value)(_replace(entry, replacement) for entry in value)
     elif isinstance(value, dict):
         for key, entry in value.items():
             # A dict of ours may refuse what its convolutions would remember.
-            dict.__setitem__(value, key, _compact(entry))
+            dict.__setitem__(value, key, _replace(entry, replacement))
     elif _is_memory(value):
-        _compact(vars(value))
+        _replace(vars(value), replacement)
     return value
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 from decode_service.decoding.attention import query_blocks
 from decode_service.decoding.communicator import Communicator, SoloCommunicator
 from decode_service.decoding.compilation import CompilableDecoder, CompileFailedError
+from decode_service.decoding.convolution_choice import ConvolutionChoice, measured_choice
 from decode_service.decoding.families import Family
 from decode_service.decoding.footprint import with_footprint
+from decode_service.decoding.host_copies import HostCopies, Transfer
 from decode_service.decoding.loading import ModelSource, load_family
 from decode_service.decoding.memory import is_out_of_memory
 from decode_service.decoding.pixels import TORCH_DTYPES, axis_dim, convert, from_carrier, pixel_shape, to_numpy
@@ -34,6 +37,8 @@ from decode_service.planning.spec import ModelSpec, StrideTiles
 # B batch, C channels, T latent frames, F pixel frames, H height, W width.
 
 _OK, _OUT_OF_MEMORY, _COMPILE_FAILED, _FAILED = range(4)
+
+NOT_MEASURED = ConvolutionChoice(None, True, "not measured: on CUDA alone")
 
 
 class RankOutOfMemoryError(RuntimeError):
@@ -75,14 +80,21 @@ class RankDecoder:
         device: torch.device,
         compile_enabled: bool = False,
         rewrites: Sequence[Rewrite] = (),
+        convolutions: ConvolutionChoice = NOT_MEASURED,
+        cuda_graphs: bool = False,
     ) -> None:
         self._family = family
+        self._host = HostCopies.of(device)
         self._rewrites = tuple(rewrites)
+        self._convolutions = convolutions
         self._device = device
         # A retry in float32 casts the weights up, and noise drawn in another dtype would be other noise.
         self._noise_dtype = family.dtype()
         self._decoder = CompilableDecoder(
-            family.call_decoder, enabled=compile_enabled and family.compiles, synchronize=self._synchronize
+            family.call_decoder,
+            enabled=compile_enabled and family.compiles,
+            synchronize=self._synchronize,
+            cuda_graphs=cuda_graphs,
         )
         if compile_enabled and not family.compiles:
             self._decoder.reason = family.eager_reason
@@ -99,8 +111,15 @@ class RankDecoder:
         compile_enabled: bool = False,
         rewrites: Collection[str] = NAMES,
         threads: int | None = None,
+        cuda_graphs: bool = False,
+        measure_convolutions: bool | None = None,
     ) -> RankDecoder:
         """Load ``source`` onto ``device`` (``cpu``, ``cuda``, ``cuda:0``), with those of the ``rewrites`` that prove exact.
+
+        Args:
+            cuda_graphs: whether what is compiled is launched as CUDA graphs.
+            measure_convolutions: whether to time 3-D convolutions and decode with the layout, and with or without cuDNN, that
+                was fastest. None: on CUDA.
 
         Raises:
             ConfigError: the source cannot be loaded, or ``tiles`` do not fit it.
@@ -113,12 +132,22 @@ class RankDecoder:
             torch.backends.cuda.matmul.allow_tf32 = False
             torch.backends.cudnn.allow_tf32 = False
         family = load_family(source, device=target, tiles=tiles)
+        convolutions = NOT_MEASURED
+        if target.type == "cuda" if measure_convolutions is None else measure_convolutions:
+            lasts = family.structure.channels_last and "channels_last" in rewrites and family.spec.tested
+            convolutions = measured_choice(
+                getattr(family.vae, "decoder", family.vae), target, keeps_channels_last=lasts
+            )
         if family.spec.tested:
-            applied = apply_rewrites(family.vae, family.structure, enabled=rewrites)
+            structure, declined = family.structure, {}
+            if structure.channels_last and convolutions.layout == "contiguous":
+                structure = dataclasses.replace(structure, channels_last=False)
+                declined["channels_last"] = convolutions.reason
+            applied = apply_rewrites(family.vae, structure, enabled=rewrites, declined=declined)
         else:
             reason = f"{family.spec.class_name} is not one of the tested families: its modules run as they are"
             applied = tuple(Rewrite(name, False, 0, reason) for name in NAMES)
-        return cls(family, device=target, compile_enabled=compile_enabled, rewrites=applied)
+        return cls(family, device=target, compile_enabled=compile_enabled, rewrites=applied, convolutions=convolutions)
 
     @property
     def spec(self) -> ModelSpec:
@@ -150,11 +179,17 @@ class RankDecoder:
                 "statistics": _plain(self._family.statistics()),
                 "latents_are": "as the denoiser makes them where a request says denormalize: true, else as decode takes them",
             },
-            "compile": {"active": self._decoder.active, "reason": self._decoder.reason},
+            "compile": {
+                "active": self._decoder.active,
+                "reason": self._decoder.reason,
+                "cuda_graphs": self._decoder.cuda_graphs,
+            },
             "rewrites": {
                 rewrite.name: {"active": rewrite.active, "modules": rewrite.modules, "reason": rewrite.reason}
                 for rewrite in self._rewrites
             },
+            "convolutions": self._convolutions.describe(),
+            "host_copies": None if self._host is None else self._host.describe(),
         }
 
     def attach(self, communicator: Communicator) -> None:
@@ -241,10 +276,15 @@ class RankDecoder:
             denormalize,
             conditioning,
             self._noise_dtype,
+            self._host,
         )
-        cast = _cast_up(self._family) if precision == "float32" else contextlib.nullcontext()
+        if precision == "float32":
+            # What was measured for half precision says nothing of the convolutions of this decode.
+            own: contextlib.AbstractContextManager[Any] = _cast_up(self._family)
+        else:
+            own = self._convolutions.applied()
         try:
-            with torch.inference_mode(), cast:
+            with torch.inference_mode(), own:
                 part = attempt.run(latents, dtype_name)
         except (RankOutOfMemoryError, PeerFailedError):
             # Agreed between the ranks: everybody left the attempt at the same place and the group is sound.
@@ -289,8 +329,11 @@ class _Attempt:
         denormalize: bool,
         conditioning: Conditioning | None,
         noise_dtype: torch.dtype,
+        host: HostCopies | None,
     ) -> None:
         self._family = family
+        self._host = host
+        self._transfer: Transfer | None = None
         self._communicator = communicator
         self._device = device
         self._plan = plan
@@ -309,6 +352,13 @@ class _Attempt:
         return self._communicator.rank
 
     def run(self, latents: np.ndarray, dtype_name: str) -> np.ndarray | None:
+        try:
+            return self._run(latents, dtype_name)
+        finally:
+            if self._transfer is not None:
+                self._transfer.close()
+
+    def _run(self, latents: np.ndarray, dtype_name: str) -> np.ndarray | None:
         with self._timed("prepare"):
             latents_BCTHW = self._prepare(latents, dtype_name)
         with self._timed("decode"):
@@ -322,12 +372,17 @@ class _Attempt:
             self.finite = bool(self._finite)
             if part is None:
                 return None
-            array = to_numpy(part)
+            array = self._on_host(part)
             if self._plan.collect == "broadcast":
                 self.digest = hashlib.blake2b(array.data, digest_size=16).hexdigest()
                 if self.rank != 0:
                     return None
             return self._as_sent(array)
+
+    def _on_host(self, part: torch.Tensor) -> np.ndarray:
+        if self._transfer is not None:
+            return self._transfer.finish()
+        return to_numpy(part) if self._host is None else self._host.fetch(part)
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -386,7 +441,10 @@ class _Attempt:
         return self._decode_items(local_BCTHW, ShardedFrame(self._communicator, axis, self._plan.bands))
 
     def _decode_items(self, latents_BCTHW: torch.Tensor, frame: ShardedFrame | None = None) -> torch.Tensor:
-        """Decode one item after the other, pass by pass, straight into the result."""
+        """Decode one item after the other, pass by pass, straight into the result.
+
+        Where that is handed over as it is, it lies in host memory, and pixels of a pass travel while the next one is decoded.
+        """
         spec, wanted = self._family.spec, self._pixels
         batch, _, _, height, width = latents_BCTHW.shape
         extents = (
@@ -396,14 +454,20 @@ class _Attempt:
             height * spec.spatial_ratio,
             width * spec.spatial_ratio,
         )
-        out = torch.empty(pixel_shape(extents, wanted), dtype=TORCH_DTYPES[wanted.dtype], device=self._device)
+        shape, dtype = pixel_shape(extents, wanted), TORCH_DTYPES[wanted.dtype]
+        copy: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_
+        if self._host is not None and self._parts_stay:
+            self._transfer = self._host.transfer(shape, dtype)
+            out, copy = self._transfer.target, self._transfer.copy
+        else:
+            out = torch.empty(shape, dtype=dtype, device=self._device)
         frame_dim = 1 if wanted.dtype == "uint8" else 2
         for item in range(batch):
             start = 0
             for pixels_BCFHW in self._passes(latents_BCTHW[item : item + 1], frame):
                 converted = self._convert(pixels_BCFHW)
                 frames = converted.shape[frame_dim]
-                out[item : item + 1].narrow(frame_dim, start, frames).copy_(converted)
+                copy(out[item : item + 1].narrow(frame_dim, start, frames), converted)
                 start += frames
         return out
 
@@ -501,10 +565,15 @@ class _Attempt:
             failed = [rank for rank, other in enumerate(statuses) if other]
             raise PeerFailedError(f"rank {', '.join(map(str, failed))} failed while decoding its part")
 
+    @property
+    def _parts_stay(self) -> bool:
+        """Whether every rank hands over what it decoded."""
+        return self._plan.collect == "shards" or not self._plan.needs_group
+
     def _collect(self, part: torch.Tensor | None) -> torch.Tensor | None:
         """Leave the parts where they are, or bring the whole picture to rank 0, or to every rank."""
         plan = self._plan
-        if plan.collect == "shards" or not plan.needs_group:
+        if self._parts_stay:
             return part
         if plan.axis is not None:
             part = self._gather_parts(part, plan.axis)

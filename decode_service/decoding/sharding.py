@@ -44,6 +44,7 @@ from decode_service.decoding.communicator import Communicator
 from decode_service.decoding.dense_conv3d import dense_conv3d
 from decode_service.decoding.group_norm import group_moments, normalize_groups
 from decode_service.decoding.local_operations import LOCAL, POINTWISE
+from decode_service.decoding.norm_activation import group_norm_silu, normalize_groups_silu, rms_norm_silu
 from decode_service.decoding.pixel_norm import pixel_rms_norm
 from decode_service.planning.bands import Band
 
@@ -390,7 +391,8 @@ class ShardedFrame(TorchFunctionMode):
         mean, variance = self._merge_moments(*group_moments(input, num_groups), input[0].numel() // num_groups)
         # The root of an overflow would be 0, and the picture without contents and finite: it must be seen to be none.
         variance = variance.masked_fill(variance.isinf(), math.nan)
-        return normalize_groups(input, mean, variance, weight, bias, eps)
+        normalize: Callable[..., torch.Tensor] = normalize_groups_silu if func is group_norm_silu else normalize_groups
+        return normalize(input, mean, variance, weight, bias, eps)
 
     def _merge_moments(
         self, mean: torch.Tensor, variance: torch.Tensor, count: int
@@ -708,12 +710,14 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     dense_conv3d: ShardedFrame._conv,
     F.conv_transpose2d: ShardedFrame._conv_transpose,
     F.group_norm: ShardedFrame._group_norm,
+    group_norm_silu: ShardedFrame._group_norm,
     F.scaled_dot_product_attention: ShardedFrame._attention,
     frame_causal_attention: ShardedFrame._frame_causal_attention,
     kernel_attention: ShardedFrame._kernel_attention,
     F.interpolate: ShardedFrame._interpolate,
     F.normalize: ShardedFrame._normalize,
     pixel_rms_norm: ShardedFrame._pixel_rms_norm,
+    rms_norm_silu: ShardedFrame._pixel_rms_norm,
     F.linear: ShardedFrame._linear,
     F.layer_norm: ShardedFrame._last_dim,
     F.rms_norm: ShardedFrame._last_dim,

@@ -65,6 +65,7 @@ class RankWorker:
             device=str(self.device),
             tiles=None if tile is None else StrideTiles(tile.size_px, tile.stride_px),
             compile_enabled=compile_enabled,
+            cuda_graphs=self.config.compile.cuda_graphs,
             rewrites=self.config.rewrites.enabled(),
             threads=self._threads(),
         )

@@ -310,6 +310,129 @@ class TestModels:
         assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2 and graphs() == before + 1
 
 
+class Graph:
+    """A compiled call as CUDA graphs make it: what it gives lies in the graph's memory, which its next call writes over.
+
+    ``marked`` are the calls of ``cudagraph_mark_step_begin`` so far, of which each call must have one of its own.
+    """
+
+    def __init__(self, forward: Callable[..., Any], marked: list[None]) -> None:
+        self._forward, self._marked = forward, marked
+        self._memory: list[torch.Tensor] = []
+        self._used = self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        assert self._marked, "no new step for this call"
+        self._marked.clear()
+        for tensor in self._memory:
+            tensor.fill_(torch.nan)
+        self._used = 0
+        given = list(compilation._tensors((args, kwargs)))
+        output = self._forward(*args, **kwargs)
+        for argument in (*args, *kwargs.values()):
+            if not isinstance(argument, torch.Tensor):
+                compilation._replace(argument, lambda x: x if any(x is own for own in given) else self._inside(x))
+        return compilation._replace(output, self._inside)
+
+    def _inside(self, x: torch.Tensor) -> torch.Tensor:
+        self._used += 1
+        if self._used > len(self._memory):
+            self._memory.append(torch.empty_like(x))
+        return self._memory[self._used - 1].copy_(x)
+
+
+class TestCudaGraphs:
+    """What is handed on is never memory that a following call writes to."""
+
+    @pytest.fixture
+    def graphs(self, monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+        made: list[Graph] = []
+        marked: list[None] = []
+
+        def compiler(forward: Any) -> Graph:
+            made.append(Graph(forward, marked))
+            return made[-1]
+
+        monkeypatch.setattr(compilation, "compile_with_cuda_graphs", compiler)
+        monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marked.append(None))
+        monkeypatch.setattr(compiled_shapes, "MIN_SPEEDUP", 0.0)
+        return made
+
+    @pytest.mark.parametrize("name", ["wan21", "wan22"])
+    def test_pixels_and_caches_of_a_video_survive_the_passes_after_them(self, graphs: list[Graph], name: str) -> None:
+        from decode_service.decoding.families import FAMILIES
+
+        vae = models.tiny(name)
+        family = FAMILIES["AutoencoderKLWan"](vae, "tiny")
+        decoder = RankDecoder(family, device=CPU, compile_enabled=True, cuda_graphs=True)
+        assert decoder.describe()["compile"]["cuda_graphs"]
+        latents = latents_of((1, 4, 5, 3, 4))
+        plan = plan_for(decoder, latents)
+        shapes = decoder.compile_alone(plan, latents.numpy(), "float32")
+        assert len(shapes.kept()) == len(shapes) == len(graphs) == 3, shapes.public()
+        calls, compiled_calls = decoder._decoder.calls, decoder._decoder.compiled_calls
+        with torch.inference_mode():
+            chunks = list(decoder._family.decode(latents, 1))
+            # All chunks of a video are held, and another video is decoded after them.
+            list(decoder._family.decode(-latents, 1))
+            expected = vae.decode(latents).sample
+        assert decoder._decoder.compiled_calls - compiled_calls == decoder._decoder.calls - calls == 2 * 5
+        torch.testing.assert_close(torch.cat(chunks, 2).clamp(-1, 1), expected, atol=1e-5, rtol=0)
+
+    def test_everything_that_a_call_makes_is_copied_and_what_it_was_given_is_not(self, graphs: list[Graph]) -> None:
+        def forward(x: torch.Tensor, cache: list[Any], past: Past) -> tuple[torch.Tensor, dict[str, Any]]:
+            time.sleep(0.002)
+            cache[0] = x[:, :, -2:]
+            past.rewind()
+            past.lengthen(x, 1)
+            return x * 2, {"conv": {"cache": x + 1}}
+
+        decoder = CompilableDecoder(forward, enabled=True, cuda_graphs=True)
+        x, kept = torch.arange(24.0).view(1, 2, 6, 2), torch.ones(3)
+        found = measured(decoder, x, [None, kept], Past())
+        assert not found.problem and graphs[0].calls >= 3 + compilation.MIN_ROUNDS
+        cache, past = [None, kept], Past()
+        output, returned = decoder(x, cache, past)
+        assert decoder.compiled_calls > 0
+        handed_on = [output, returned["conv"]["cache"], cache[0], past._seen[0]]
+        before = [tensor.clone() for tensor in handed_on]
+        inside = {tensor.untyped_storage().data_ptr() for tensor in graphs[0]._memory}
+        assert not inside & {tensor.untyped_storage().data_ptr() for tensor in handed_on}
+        assert cache[1] is kept
+        decoder(-x, [None, kept], Past())
+        for ours, then in zip(handed_on, before, strict=True):
+            assert torch.equal(ours, then)
+
+    def test_without_the_copies_the_next_call_would_write_over_them(self, graphs: list[Graph]) -> None:
+        graph = Graph(lambda x: x * 2, [None])
+        first = graph(torch.ones(2))
+        graph._marked.append(None)
+        graph(torch.zeros(2))
+        assert not torch.equal(first, torch.full((2,), 2.0))
+
+    def test_a_graph_that_goes_wrong_when_it_is_run_again_is_not_used(
+        self, graphs: list[Graph], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its first two calls only run the kernels and record them: the third is what requests would get."""
+        calls = 0
+
+        def compiled(x: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return x * (2 if calls < 3 else 3)
+
+        monkeypatch.setattr(compilation, "compile_with_cuda_graphs", lambda forward: compiled)
+        decoder = CompilableDecoder(Slow(), enabled=True, cuda_graphs=True)
+        assert "differs" in measured(decoder, torch.ones(2, 3)).problem
+        assert torch.equal(decoder(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+
+    def test_torch_knows_what_is_asked_of_it(self) -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        compiled = compilation.compile_with_cuda_graphs(lambda x: x)
+        assert compiled(torch.ones(2)).sum() == 2
+
+
 class TestDisk:
     def test_the_cache_is_the_services_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")

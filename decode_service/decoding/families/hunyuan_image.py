@@ -24,7 +24,7 @@ class HunyuanImageFamily(ImageFamily):
         channels_last=True,
         activations=(
             Activation(hunyuan.HunyuanImageResnetBlock, "nonlinearity"),
-            Activation(hunyuan.HunyuanImageDecoder2D, "nonlinearity"),
+            Activation(hunyuan.HunyuanImageDecoder2D, "nonlinearity", ("norm_out",)),
         ),
     )
 

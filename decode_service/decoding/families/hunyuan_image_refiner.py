@@ -37,7 +37,7 @@ class HunyuanImageRefinerFamily(ImageFamily):
         rms_norms=(hunyuan.HunyuanImageRefinerRMS_norm,),
         activations=(
             Activation(hunyuan.HunyuanImageRefinerResnetBlock, "nonlinearity"),
-            Activation(hunyuan.HunyuanImageRefinerDecoder3D, "conv_act"),
+            Activation(hunyuan.HunyuanImageRefinerDecoder3D, "conv_act", ("norm_out",)),
         ),
     )
 

@@ -49,7 +49,7 @@ class HunyuanVideoFamily(WholeClipFamily):
         ),
         activations=(
             Activation(hunyuan.HunyuanVideoResnetBlockCausal3D, "nonlinearity"),
-            Activation(hunyuan.HunyuanVideoDecoder3D, "conv_act"),
+            Activation(hunyuan.HunyuanVideoDecoder3D, "conv_act", ("conv_norm_out",)),
         ),
     )
 

@@ -36,7 +36,7 @@ class HunyuanVideo15Family(WholeClipFamily):
         rms_norms=(hunyuan.HunyuanVideo15RMS_norm,),
         activations=(
             Activation(hunyuan.HunyuanVideo15ResnetBlock, "nonlinearity"),
-            Activation(hunyuan.HunyuanVideo15Decoder3D, "conv_act"),
+            Activation(hunyuan.HunyuanVideo15Decoder3D, "conv_act", ("norm_out",)),
         ),
     )
 

@@ -20,7 +20,7 @@ from decode_service.planning.tiles import TileSpan
 #: Decoders of diffusers' general residual blocks.
 RESNET_BLOCKS = DecoderStructure(
     channels_last=True,
-    activations=(Activation(ResnetBlock2D, "nonlinearity"), Activation(Decoder, "conv_act")),
+    activations=(Activation(ResnetBlock2D, "nonlinearity"), Activation(Decoder, "conv_act", ("conv_norm_out",))),
 )
 
 

@@ -29,7 +29,7 @@ class QwenImageFamily(CausalFamily):
         rms_norms=(qwen.QwenImageRMS_norm,),
         activations=(
             Activation(qwen.QwenImageResidualBlock, "nonlinearity"),
-            Activation(qwen.QwenImageDecoder3d, "nonlinearity"),
+            Activation(qwen.QwenImageDecoder3d, "nonlinearity", ("norm_out",)),
         ),
     )
 

@@ -29,7 +29,7 @@ class QwenImage21Family(CausalFamily):
         rms_norms=(qwen.QwenImage21RMS_norm,),
         activations=(
             Activation(qwen.QwenImage21ResidualBlock, "nonlinearity"),
-            Activation(qwen.QwenImage21Decoder3d, "nonlinearity"),
+            Activation(qwen.QwenImage21Decoder3d, "nonlinearity", ("norm_out",)),
         ),
         duplications=(qwen.QwenImage21DupUp3D,),
     )

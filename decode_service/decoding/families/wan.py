@@ -23,7 +23,10 @@ class WanFamily(CausalFamily):
         channels_last=True,
         causal_convolutions=(CausalConvolution(wan.WanCausalConv3d, "zeros", zero_padded, takes_cache=True),),
         rms_norms=(wan.WanRMS_norm,),
-        activations=(Activation(wan.WanResidualBlock, "nonlinearity"), Activation(wan.WanDecoder3d, "nonlinearity")),
+        activations=(
+            Activation(wan.WanResidualBlock, "nonlinearity"),
+            Activation(wan.WanDecoder3d, "nonlinearity", ("norm_out",)),
+        ),
         duplications=(wan.DupUp3D,),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from decode_service.decoding.rewrites.convolutions import causal_input_sites, one_frame_sites
 from decode_service.decoding.rewrites.layout import layout_sites
-from decode_service.decoding.rewrites.normalization import norm_sites, residual_sites
+from decode_service.decoding.rewrites.normalization import fused_sites, norm_sites, residual_sites
 from decode_service.decoding.rewrites.site import Site
 from decode_service.decoding.rewrites.structure import DecoderStructure
 from decode_service.decoding.rewrites.upsampling import upsample_sites
@@ -45,6 +45,8 @@ class _Kind:
     sites: Callable[[nn.Module, DecoderStructure], Iterator[Site]]
     cpu_only: bool = False
     half_only: bool = False
+    # What stands for it on CUDA, in half precision, where it is another thing there.
+    on_cuda: Callable[[nn.Module, DecoderStructure], Iterator[Site]] | None = None
 
 
 # In this order: later ones stand before earlier ones where both concern a module.
@@ -53,7 +55,7 @@ _KINDS: dict[str, _Kind] = {
     "causal_input": _Kind(causal_input_sites),
     "one_frame_conv2d": _Kind(one_frame_sites),
     "upsample_conv": _Kind(upsample_sites, cpu_only=True),
-    "norm_activation": _Kind(norm_sites, cpu_only=True),
+    "norm_activation": _Kind(norm_sites, on_cuda=fused_sites),
     "residual": _Kind(residual_sites),
 }
 
@@ -62,13 +64,25 @@ NAMES = tuple(_KINDS)
 
 
 def apply_rewrites(
-    vae: nn.Module, structure: DecoderStructure, *, enabled: Collection[str] = NAMES
+    vae: nn.Module,
+    structure: DecoderStructure,
+    *,
+    enabled: Collection[str] = NAMES,
+    declined: Mapping[str, str] | None = None,
 ) -> tuple[Rewrite, ...]:
     """Put the ``enabled`` rewrites into the decoder side of ``vae``, which is on its device in its dtype already.
 
     A rewrite is on for all the modules it fits or for none: one that differs on any of them is taken back everywhere.
+
+    Args:
+        declined: why rewrites that are enabled stay off on this machine, by name.
     """
-    return tuple(_apply(name, kind, vae, structure, name in enabled) for name, kind in _KINDS.items())
+    return tuple(
+        Rewrite(name, False, 0, declined[name])
+        if declined and name in declined and name in enabled
+        else _apply(name, kind, vae, structure, name in enabled)
+        for name, kind in _KINDS.items()
+    )
 
 
 def _apply(name: str, kind: _Kind, vae: nn.Module, structure: DecoderStructure, enabled: bool) -> Rewrite:
@@ -79,10 +93,17 @@ def _apply(name: str, kind: _Kind, vae: nn.Module, structure: DecoderStructure, 
         return Rewrite(name, False, 0, "in float32 its kernels round worse; half precision has it")
     if kind.cpu_only and device.type != "cpu":
         return Rewrite(name, False, 0, f"measured to be faster on CPUs only, and this model is on {device.type}")
+    sites = kind.sites
+    if kind.on_cuda is not None and device.type == "cuda":
+        sites = kind.on_cuda
+        if dtype == torch.float32:
+            return Rewrite(
+                name, False, 0, "on CUDA it is for channels-last memory, which decoders in float32 do not have"
+            )
     installed: list[Site] = []
     try:
         with torch.no_grad():
-            for site in kind.sites(vae, structure):
+            for site in sites(vae, structure):
                 before = site.outputs(_numbers())
                 site.install()
                 installed.append(site)

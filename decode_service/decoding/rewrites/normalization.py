@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 from decode_service.decoding.group_norm import group_moments, normalize_groups
+from decode_service.decoding.norm_activation import fuses, group_norm_silu, rms_norm_silu
 from decode_service.decoding.pixel_norm import pixel_rms_norm
 from decode_service.decoding.rewrites.site import ClassSite, Site, random_input
 from decode_service.decoding.rewrites.structure import DecoderStructure
@@ -78,6 +79,87 @@ def norm_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[Site
             silu = getattr(module, activation.attribute, None) if isinstance(module, activation.module) else None
             if type(silu) is nn.SiLU:
                 yield ClassSite(silu, InPlaceSiLU, [_activate])
+
+
+class FusedNorm:
+    """A norm that does the work of the SiLU after it, and says so on what it returns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not fuses(x):
+            output: torch.Tensor = super().forward(x)  # type: ignore[misc]
+            return output
+        norm: Any = self
+        if isinstance(self, nn.GroupNorm):
+            activated = group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, norm.eps)
+        else:
+            activated = rms_norm_silu(x, norm.scale, norm.gamma.flatten())
+        setattr(activated, _ACTIVATED, True)
+        return activated
+
+
+class PassedSiLU:
+    """A SiLU that lets pass what a ``FusedNorm`` has activated already."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling() and getattr(x, _ACTIVATED, False):
+            delattr(x, _ACTIVATED)
+            return x
+        return torch.nn.functional.silu(x, inplace=True)
+
+
+#: What a tensor that a ``FusedNorm`` made is marked with until its SiLU has seen it. The mark belongs to the tensor, so requests
+#: cannot disturb each other, and a norm that did not fuse (another layout, the compiler) is followed by the SiLU as ever.
+_ACTIVATED = "_decode_service_activated"
+
+
+class _FusedSite(Site):
+    """An activation and the norms before it, together: a norm alone gives something else than before."""
+
+    def __init__(self, norms: Sequence[Any], silu: nn.Module) -> None:
+        self._norms, self._silu = norms, silu
+        self._parts = [ClassSite(norm, FusedNorm, []) for norm in norms] + [ClassSite(silu, PassedSiLU, [])]
+
+    def install(self) -> None:
+        for part in self._parts:
+            part.install()
+
+    def undo(self) -> None:
+        for part in self._parts:
+            part.undo()
+
+    def outputs(self, generator: torch.Generator) -> list[torch.Tensor]:
+        found = [_activate(self._silu, generator)]
+        for norm in self._norms:
+            grouped = isinstance(norm, nn.GroupNorm)
+            channels, video = (
+                norm.num_channels if grouped else norm.gamma.shape[0],
+                not grouped and norm.gamma.dim() == 4,
+            )
+            x = random_input(norm, (2, channels, *((3, 5, 6) if video else (5, 6))), generator)
+            for memory in (torch.channels_last_3d if video else torch.channels_last, torch.contiguous_format):
+                found.append(self._silu(norm(x.contiguous(memory_format=memory))))
+        return found
+
+
+def fused_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[Site]:
+    """Activations with the norms before them, in decoders that keep their channels last: as one pass over memory."""
+    if not structure.keeps_channels_last(next(decoder.parameters()).dtype):
+        return
+    for module in decoder.modules():
+        for activation in structure.activations:
+            silu = getattr(module, activation.attribute, None) if isinstance(module, activation.module) else None
+            if type(silu) is not nn.SiLU or getattr(module, "time_embedding_norm", "default") == "scale_shift":
+                continue
+            norms = [getattr(module, name, None) for name in activation.norms]
+            fitting = [norm for norm in norms if norm is not None and _can_fuse(norm, structure)]
+            if fitting:
+                yield _FusedSite(fitting, silu)
+
+
+def _can_fuse(norm: nn.Module, structure: DecoderStructure) -> bool:
+    if type(norm) is nn.GroupNorm:
+        return norm.affine
+    return isinstance(norm, structure.rms_norms) and _is_plain(norm)
 
 
 def residual_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[Site]:

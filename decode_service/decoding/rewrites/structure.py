@@ -59,10 +59,12 @@ class Activation:
     Attributes:
         module: class of the module that has it.
         attribute: its name there.
+        norms: names of the norms there whose output goes into it, and nowhere else.
     """
 
     module: type[nn.Module]
     attribute: str
+    norms: tuple[str, ...] = ("norm1", "norm2")
 
 
 @dataclass(frozen=True, slots=True)

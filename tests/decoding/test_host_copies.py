@@ -1,0 +1,259 @@
+"""Pixels travel to the host while the next pass is decoded, into memory that nobody else reads or writes."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode_service.decoding import host_copies
+from decode_service.decoding.host_copies import MOST_UNDER_WAY, SMALLEST, HostBufferPool, HostCopies, Transfer
+from decode_service.decoding.loading import ModelSource
+from decode_service.decoding.pixels import to_numpy
+from decode_service.decoding.rank import RankDecoder, RankPart
+from decode_service.planning.plan import PixelFormat
+from tests.decoding.conftest import Zoo
+from tests.decoding.harness import FLOAT, latents_of
+from tests.decoding.test_rank import load, plan_for
+from tests.decoding.threads import on_ranks
+
+
+class Late:
+    """A copy that is carried out when somebody waits for it, as a device may."""
+
+    def __init__(self, copier: LateCopier, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._copier, self._pairs, self._done = copier, pairs, False
+
+    def query(self) -> bool:
+        return self._done
+
+    def synchronize(self) -> None:
+        if self._copier.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if not self._done:
+            for target, source in self._pairs:
+                target.copy_(source)
+            self._copier.under_way -= 1
+        self._done = True
+
+
+class LateCopier:
+    """Copies as late as possible; ``most`` were under way at once."""
+
+    def __init__(self) -> None:
+        self.under_way = self.most = self.begun = 0
+        self.broken = False
+
+    def begin(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Late:
+        assert all(target.is_contiguous() and source.is_contiguous() for target, source in pairs)
+        self.under_way += 1
+        self.begun += 1
+        self.most = max(self.most, self.under_way)
+        return Late(self, list(pairs))
+
+
+@pytest.fixture
+def pool() -> HostBufferPool:
+    return HostBufferPool(pinned=False)
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def arrived(pool: HostBufferPool, values: torch.Tensor) -> np.ndarray:
+    return HostCopies(pool, LateCopier()).fetch(values)
+
+
+def test_a_buffer_is_used_again_only_when_nobody_can_read_it_any_more(pool: HostBufferPool) -> None:
+    first = arrived(pool, torch.arange(100, dtype=torch.uint8))
+    where = address(first)
+    # What a reply holds: a view of a view, as bytes.
+    sending = memoryview(first.reshape(10, 10)[5:]).cast("B")
+    del first
+    gc.collect()
+    second = arrived(pool, torch.zeros(100, dtype=torch.uint8))
+    assert address(second) != where
+    assert bytes(sending) == bytes(range(50, 100))
+    sending.release()
+    del sending
+    gc.collect()
+    third = arrived(pool, torch.ones(100, dtype=torch.uint8))
+    assert address(third) == where
+    assert pool.allocated == 2 and second.sum() == 0
+
+
+def test_buffers_are_kept_up_to_a_bound() -> None:
+    pool = HostBufferPool(pinned=False, kept_bytes=2 * SMALLEST)
+    held = [pool.take(SMALLEST) for _ in range(4)]
+    del held
+    gc.collect()
+    held = [pool.take(SMALLEST) for _ in range(4)]
+    assert pool.allocated == 4 + 2
+    assert pool.take(SMALLEST + 1).buffer.numel() == 2 * SMALLEST
+    assert len({memory.buffer.data_ptr() for memory in held}) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32])
+def test_pixels_arrive_as_they_are(pool: HostBufferPool, dtype: torch.dtype) -> None:
+    pixels = (torch.rand(2, 3, 4, 5, 6) * 200).to(dtype).permute(0, 2, 3, 4, 1)
+    got = arrived(pool, pixels)
+    expected = to_numpy(pixels)
+    assert got.dtype == expected.dtype and got.flags.c_contiguous and got.flags.writeable
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(got, protocol=5)), expected)
+    assert arrived(pool, pixels[:0]).shape == (0, *pixels.shape[1:])
+
+
+def test_a_source_lives_until_it_has_been_copied_and_no_more_than_a_few_wait(pool: HostBufferPool) -> None:
+    copier = LateCopier()
+    with Transfer(pool.take(10 * 4), (10, 4), torch.uint8, copier) as transfer:
+        for index in range(10):
+            source = torch.full((4,), index, dtype=torch.uint8)
+            transfer.copy(transfer.target[index], source)
+            # Anybody else who asks for memory now would get the source's, were it not held.
+            del source
+            torch.full((4,), 99, dtype=torch.uint8)
+        got = transfer.finish()
+    assert got.tolist() == [[index] * 4 for index in range(10)]
+    assert copier.most == MOST_UNDER_WAY and copier.under_way == 0
+
+
+def test_an_abandoned_transfer_is_over_before_its_memory_is_used_again(pool: HostBufferPool) -> None:
+    copier = LateCopier()
+    transfer = Transfer(pool.take(4), (4,), torch.uint8, copier)
+    transfer.copy(transfer.target, torch.ones(4, dtype=torch.uint8))
+    transfer.close()
+    transfer.close()
+    assert copier.under_way == 0
+    del transfer
+    gc.collect()
+    pool.take(4)
+    assert pool.allocated == 1
+
+
+def test_memory_that_a_broken_device_may_still_write_to_is_never_used_again(pool: HostBufferPool) -> None:
+    copier = LateCopier()
+    transfer = Transfer(pool.take(4), (4,), torch.uint8, copier)
+    where = transfer.target.data_ptr()
+    transfer.copy(transfer.target, torch.ones(4, dtype=torch.uint8))
+    copier.broken = True
+    transfer.close()
+    # Whoever owns the memory in the end is somebody else here; what counts is that the pool does not.
+    buffer = transfer.target
+    del transfer
+    gc.collect()
+    assert pool.take(4).buffer.data_ptr() != where and pool.allocated == 2 and buffer.data_ptr() == where
+
+
+def test_where_memory_cannot_be_pinned_ordinary_memory_serves_and_the_model_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make = torch.empty
+
+    def unpinnable(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nand more lines")
+        return make(*args, **options)
+
+    monkeypatch.setattr(host_copies.torch, "empty", unpinnable)
+    copies = HostCopies(HostBufferPool(pinned=True), LateCopier())
+    assert copies.describe() == {"pinned": True, "problem": ""}
+    assert copies.fetch(torch.arange(5, dtype=torch.uint8)).tolist() == [0, 1, 2, 3, 4]
+    shown = copies.describe()
+    assert not shown["pinned"] and shown["problem"].endswith("failed: CUDA error: out of memory")
+
+
+def test_on_the_cpu_pixels_are_not_copied_at_all(zoo: Zoo) -> None:
+    assert load(zoo, "wan21").describe()["host_copies"] is None
+
+
+# Whole decodes, as on a device
+
+
+def with_copies(decoder: RankDecoder, pool: HostBufferPool) -> LateCopier:
+    copier = LateCopier()
+    decoder._host = HostCopies(pool, copier)
+    return copier
+
+
+PIXELS = [PixelFormat("uint8"), FLOAT, PixelFormat("bfloat16", "model"), PixelFormat("float16")]
+
+
+@pytest.mark.parametrize("pixels", PIXELS, ids=lambda pixels: pixels.dtype)
+def test_a_video_arrives_pass_by_pass(zoo: Zoo, pool: HostBufferPool, pixels: PixelFormat) -> None:
+    z = latents_of((2, 4, 4, 4, 5))
+    decoder = load(zoo, "wan21")
+    plan = plan_for(decoder, z, chunk=1)
+
+    def decode() -> RankPart:
+        return decoder.decode(plan, z.numpy(), "float32", denormalize=False, pixels=pixels)
+
+    expected = decode().array
+    copier = with_copies(decoder, pool)
+    got = decode()
+    assert got.array is not None and got.array.flags.c_contiguous and got.array.dtype == expected.dtype
+    np.testing.assert_array_equal(got.array, expected)
+    assert copier.begun == 2 * 4 and copier.most == MOST_UNDER_WAY
+    # The reply is still held by whoever sends it while the next request is decoded.
+    sent = got.array.copy()
+    decoder.decode(plan, -z.numpy(), "float32", denormalize=False, pixels=pixels)
+    np.testing.assert_array_equal(got.array, sent)
+
+
+@pytest.mark.parametrize("mode", ["batch", "spatial_shard_height", "tile"])
+def test_parts_of_every_mode_arrive(zoo: Zoo, mode: str) -> None:
+    z = latents_of((2, 4, 2, 3, 4) if mode == "batch" else (1, 4, 1, 7, 9))
+    # Without rewrites, which take a second to be compared.
+    decoders = [
+        RankDecoder.load(ModelSource("tiny", str(zoo.folders["wan21"])), device="cpu", rewrites=()) for _ in range(2)
+    ]
+
+    def decode(collect: str) -> list[RankPart]:
+        plan = plan_for(decoders[0], z, mode, 2, collect=collect)
+
+        def work(communicator: Any) -> RankPart:
+            decoder = decoders[communicator.rank]
+            decoder.attach(communicator)
+            return decoder.decode(plan, z.numpy(), "float32", denormalize=False, pixels=PixelFormat("uint8"))
+
+        return on_ranks(2, work)
+
+    for collect in ("shards", "rank0", "broadcast"):
+        for decoder in decoders:
+            decoder._host = None
+        expected = decode(collect)
+        copiers = [with_copies(decoder, HostBufferPool(pinned=False)) for decoder in decoders]
+        for copier, got, want in zip(copiers, decode(collect), expected, strict=True):
+            assert (got.array is None) == (want.array is None) and got.digest == want.digest
+            assert copier.under_way == 0
+            if got.array is not None and want.array is not None:
+                assert copier.begun > 0
+                np.testing.assert_array_equal(got.array, want.array)
+
+
+def test_a_decode_that_fails_leaves_no_copy_behind(zoo: Zoo, pool: HostBufferPool) -> None:
+    decoder = load(zoo, "wan21")
+    copier = with_copies(decoder, pool)
+    family, calls = decoder._family, 0
+
+    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("injected")
+        return family.vae.decoder(*args, **kwargs)
+
+    family.call_decoder = failing
+    z = latents_of((1, 4, 4, 4, 4))
+    with pytest.raises(RuntimeError, match="injected"):
+        decoder.decode(plan_for(decoder, z, chunk=1), z.numpy(), "float32", denormalize=False, pixels=FLOAT)
+    assert copier.begun == 2 and copier.under_way == 0
+    gc.collect()
+    pool.take(3 * 13 * 32 * 32 * 4)
+    assert pool.allocated == 1
