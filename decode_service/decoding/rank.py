@@ -147,7 +147,14 @@ class RankDecoder:
         else:
             reason = f"{family.spec.class_name} is not one of the tested families: its modules run as they are"
             applied = tuple(Rewrite(name, False, 0, reason) for name in NAMES)
-        return cls(family, device=target, compile_enabled=compile_enabled, rewrites=applied, convolutions=convolutions)
+        return cls(
+            family,
+            device=target,
+            compile_enabled=compile_enabled,
+            rewrites=applied,
+            convolutions=convolutions,
+            cuda_graphs=cuda_graphs,
+        )
 
     @property
     def spec(self) -> ModelSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.memory import peak_memory
 from decode_service.decoding.communicator import Communicator
 from decode_service.decoding.loading import ModelSource, load_family
 from decode_service.decoding.rank import PeerFailedError, RankDecoder, RankOutOfMemoryError, RankPart
@@ -121,11 +123,29 @@ def test_a_still_keeps_no_temporal_cache(zoo: Zoo) -> None:
     assert caches == [None]
 
 
+def test_a_long_clip_takes_the_decoder_no_more_memory_than_a_short_one(zoo: Zoo) -> None:
+    decoder = load(zoo, "wan21")
+    beyond_pixels = {}
+    for latent_frames in (5, 21):  # 17 and 81 frames
+        z = latents_of((1, 4, latent_frames, 6, 7))
+        part, peak = peak_memory(functools.partial(decode, decoder, z), CPU)
+        assert part.array.shape[2] == 4 * latent_frames - 3
+        beyond_pixels[latent_frames] = peak - part.array.nbytes
+    # What is left of the difference: the latents, which are held twice while they are put in the model's dtype.
+    assert abs(beyond_pixels[21] - beyond_pixels[5]) <= 2 * 4 * 4 * 16 * 6 * 7 < 0.05 * beyond_pixels[5]
+
+
 @pytest.mark.parametrize("name", ["wan21", "wan22", "qwen_image", "minimax_h3"])
 def test_only_decoder_weights_are_kept(zoo: Zoo, name: str) -> None:
     family = load_family(ModelSource("tiny", str(zoo.folders[name])), device=CPU)
     names = [key for key, _ in family.vae.named_parameters()]
     assert names and all(key.startswith(("decoder.", "post_quant_conv.")) for key in names)
+
+
+def test_the_switch_for_cuda_graphs_reaches_the_decoder(zoo: Zoo) -> None:
+    source = ModelSource("tiny", str(zoo.folders["autoencoder_kl"]))
+    decoder = RankDecoder.load(source, device="cpu", compile_enabled=True, cuda_graphs=True)
+    assert decoder.describe()["compile"]["cuda_graphs"]
 
 
 class TestNumbers:
