@@ -1,7 +1,8 @@
 """Norm and SiLU in one pass over channels-last memory, for CUDA. Needs Triton, which torch for CUDA brings along.
 
 With the channels next to each other a position is a row of memory. Everything is computed in float32 and rounded once. What the
-kernels compute is written in ``norm_activation``, as torch operations. They have been run by Triton's interpreter only.
+kernels compute is written in ``norm_activation``, as torch operations. They have been run by Triton's
+interpreter, and compiled for devices, but not run on one yet.
 """
 
 from __future__ import annotations

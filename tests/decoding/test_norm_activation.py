@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,19 +37,35 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed, which has the interpreter"
+NEEDS_TRITON = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="Triton is not installed, which interprets and compiles the kernels",
 )
-def test_the_kernels_give_the_norm_and_the_silu_in_the_interpreter() -> None:
+
+
+def told_by(program: str, **environment: str) -> dict[str, Any]:
+    """What a program of this folder prints, as JSON."""
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.decoding.interpreted_kernels"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        [sys.executable, "-m", f"tests.decoding.{program}"],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=200,
     )
     assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout.splitlines()[-1])
+    told: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return told
+
+
+@NEEDS_TRITON
+def test_the_kernels_compile_for_devices(tmp_path: Path) -> None:
+    sizes = told_by("compiled_kernels", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert len(sizes) == 4 and all(size > 1000 for size in sizes.values())
+
+
+@NEEDS_TRITON
+def test_the_kernels_give_the_norm_and_the_silu_in_the_interpreter() -> None:
+    told = told_by("interpreted_kernels", TRITON_INTERPRET="1")
     # One rounding is half a unit in the last place; the interpreter cuts bfloat16 off, which is a whole one.
     allowed = {"float32": 0.1, "float16": 0.55, "bfloat16": 1.0}
     wrong = {case: off for case, off in told["off"].items() if not off <= allowed[case.split()[1]]}
