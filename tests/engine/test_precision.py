@@ -10,8 +10,7 @@ import torch
 
 from decode_service.errors import NonFiniteLatentsError, NonFiniteOutputError
 
-from .conftest import Faults, TinyWan, job
-from .test_engine import run, serving
+from .conftest import Faults, TinyWan, job, run, serving
 
 MODES = ("direct", "batch", "tile", "spatial_shard_height", "spatial_shard_width")
 TILES = {"tile": {"size_px": 32, "stride_px": 24}}

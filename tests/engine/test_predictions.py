@@ -18,8 +18,7 @@ from decode_service.planning.plan import DecodePlan
 from decode_service.planning.planner import Policy, make_plan
 from tests.planning.test_cost import FAST, WAN
 
-from .conftest import Faults, TinyWan, job, raising
-from .test_engine import run, serving
+from .conftest import Faults, TinyWan, job, raising, run, serving
 
 MEASURED = {"enabled": True, "seconds": 0.2}
 

@@ -64,7 +64,7 @@ def served(name: str, *, ranks: int = 1, **policy: Any) -> tuple[ModelSpec, Test
     )
     engine = DecodeEngine(Unused(GroupInfo(spec, decoder.describe()), ranks), config)  # type: ignore[arg-type]
     # The self-test would decode on several ranks; what is planned does not depend on it.
-    engine._test_exact_axes = lambda: asyncio.sleep(0)  # type: ignore[method-assign, assignment, return-value]
+    engine._startup.test_exact_axes = lambda: asyncio.sleep(0)  # type: ignore[method-assign, assignment, return-value]
     asyncio.run(engine.start())
     return spec, TestClient(create_app(engine))
 
