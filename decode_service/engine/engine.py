@@ -31,7 +31,7 @@ from decode_service.engine.protocol import (
     Readiness,
 )
 from decode_service.engine.recovery import Recovery
-from decode_service.engine.retries import Retries, replanned
+from decode_service.engine.retries import Retries
 from decode_service.engine.runs import Run, outcome_of
 from decode_service.engine.scheduler import Gang, Scheduler
 from decode_service.engine.startup import StartUp
@@ -45,7 +45,7 @@ from decode_service.planning.conditioning import conditioning_of
 from decode_service.planning.geometry import describe_geometry
 from decode_service.planning.layouts import Layout, arrange, layouts
 from decode_service.planning.load import Load
-from decode_service.planning.plan import DecodePlan
+from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import validate_denormalize
 from decode_service.planning.spec import ModelSpec
 
@@ -178,10 +178,16 @@ class DecodeEngine:
         strict: bool | None = None,
         collect: str | None = None,
         chunk: int | None = None,
+        denormalize: bool = False,
+        pixels: PixelFormat | None = None,
     ) -> DecodePlan:
         """Validate the shape against the model and the limits, and plan it for an idle group; see ``DecodeService``."""
+        nbytes = pixel_bytes(pixels or PixelFormat())
         arranged = arrange(self.spec, latent_shape, layout or Layout()).latent_shape
-        return self._plans.make(arranged, mode=mode, strict=strict, collect=collect, chunk=chunk)
+        plan = self._plans.make(arranged, mode=mode, strict=strict, collect=collect, chunk=chunk, pixel_bytes=nbytes)
+        if denormalize:
+            validate_denormalize(self.spec, arranged)
+        return plan
 
     async def decode(self, job: DecodeJob) -> DecodeOutcome:
         """Validate, plan, queue and decode; see ``DecodeService``."""
@@ -267,7 +273,7 @@ class DecodeEngine:
         def asks_for_all_ranks(load: Load) -> bool:
             nonlocal task
             if replan is not None:
-                task = replanned(task, replan(load))
+                task = retries.replanned(task, replan(load))
             return needs_all_ranks(task.plan)
 
         def decided() -> RankTask:

@@ -18,7 +18,7 @@ from decode_service.errors import InvalidRequestError, NotReadyError, OutputTooL
 from decode_service.planning.load import Load, full
 from decode_service.planning.memory import BUDGET_SHARE
 from decode_service.planning.plan import DecodePlan, PixelFormat
-from decode_service.planning.planner import Policy, make_plan, validate_latents
+from decode_service.planning.planner import Policy, make_plan, need_in_float32, validate_latents
 from decode_service.planning.spec import ModelSpec
 
 Replan = Callable[[Load], DecodePlan]
@@ -117,6 +117,21 @@ class Plans:
             mode=mode,
             strict=True,
             collect="shards",
+        )
+
+    def in_float32(self, plan: DecodePlan, why: str, pixels: PixelFormat) -> DecodePlan:
+        """``plan`` as it is carried out with the model cast up: it says what that needs, and predicts no time.
+
+        Args:
+            why: for people.
+            pixels: what the ranks return.
+        """
+        need = need_in_float32(
+            self.spec, plan, pixel_bytes=pixel_bytes(pixels), budget_bytes=self.policy.memory_budget_bytes
+        )
+        # Times are predicted for the model's own dtype.
+        return dataclasses.replace(
+            plan, dtype="float32", dtype_reason=why, memory=need, predicted_ms=None, alternatives=()
         )
 
     def replan(self, plan: DecodePlan, **wishes: Any) -> Replan | None:

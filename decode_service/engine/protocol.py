@@ -319,12 +319,16 @@ class DecodeService(Protocol):
         strict: bool | None = None,
         collect: str | None = None,
         chunk: int | None = None,
+        denormalize: bool = False,
+        pixels: PixelFormat | None = None,
     ) -> DecodePlan:
         """Validate the shape against the model and the limits, and plan it for an idle group, without decoding.
 
         Args:
             latent_shape: of the latents as they are sent.
             layout: how they lie; None is ``auto``.
+            denormalize: whether the model's own statistics would be applied, which not every model has.
+            pixels: what the ranks would return, which takes memory; None is uint8.
 
         Raises:
             DecodeServiceError: a 4xx that says what would be right.

@@ -67,9 +67,14 @@ class Retries:
         self._answered.add("float32")
         logger.warning("NaN or Inf in the pixels of request %s: decoding it in float32", task.request_id or "-")
         why = f"decoded again, because {self._plans.dtype} gave NaN or Inf"
-        # What was predicted is not for float32.
-        plan = dataclasses.replace(task.plan, dtype="float32", dtype_reason=why, predicted_ms=None, alternatives=())
+        plan = self._plans.in_float32(task.plan, why, task.pixels)
         return dataclasses.replace(task, plan=plan, precision="float32")
+
+    def replanned(self, task: RankTask, plan: DecodePlan) -> RankTask:
+        """``task`` with another plan, which is for the dtype that it is decoded in: after NaN that is not the model's."""
+        if task.precision is not None:
+            plan = self._plans.in_float32(plan, task.plan.dtype_reason, task.pixels)
+        return dataclasses.replace(task, plan=plan)
 
     def _with_cheaper_plan(self, task: RankTask, error: RankError) -> RankTask:
         """The task with a plan that needs less memory on each rank."""
@@ -96,7 +101,7 @@ class Retries:
             cheaper.mode,
             cheaper.chunk,
         )
-        return replanned(task, cheaper)
+        return self.replanned(task, cheaper)
 
     def _with_shorter_passes(self, plan: DecodePlan, pixels: PixelFormat) -> DecodePlan | None:
         """The same plan with one latent frame a pass, which gives the same pixels; None where no pass has more."""
@@ -135,12 +140,3 @@ class Retries:
             )
         except DecodeServiceError:
             return None
-
-
-def replanned(task: RankTask, plan: DecodePlan) -> RankTask:
-    """``task`` with another plan, which says the dtype that the task is decoded in: after NaN that is not the model's."""
-    if task.precision is not None:
-        plan = dataclasses.replace(
-            plan, dtype=task.plan.dtype, dtype_reason=task.plan.dtype_reason, predicted_ms=None, alternatives=()
-        )
-    return dataclasses.replace(task, plan=plan)

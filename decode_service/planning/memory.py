@@ -54,6 +54,16 @@ class Footprint:
     whole: Activations
     banded: Activations | None = None
 
+    def in_float32(self) -> Footprint:
+        """The same model decoding with its weights cast up to float32: at most that, where parts are float32 already."""
+        factor = 4 / self.itemsize
+
+        def scaled(activations: Activations) -> Activations:
+            return Activations(**{name: factor * nbytes for name, nbytes in asdict(activations).items()})
+
+        banded = None if self.banded is None else scaled(self.banded)
+        return Footprint(math.ceil(factor * self.weight_bytes), 4, scaled(self.whole), banded)
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:

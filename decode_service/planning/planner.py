@@ -185,10 +185,32 @@ def make_plan(
 def amount_of(spec: ModelSpec, plan: DecodePlan, *, pixel_bytes: int = 1) -> Amount | None:
     """What the rank that has most to do does in ``plan``; None for a model whose work was not counted."""
     planner = _Planner(spec, plan.latent_shape, plan.ranks, Policy(), plan.collect, plan.chunk, pixel_bytes)
-    tiles = None
+    return planner.amount(plan.mode, plan.chunk, _tiles_of(spec, plan))
+
+
+def need_in_float32(
+    spec: ModelSpec, plan: DecodePlan, *, pixel_bytes: int = 1, budget_bytes: int | None = None
+) -> MemoryNeed | None:
+    """The memory that carrying out ``plan`` takes with the model cast up to float32; None where it was not measured."""
+    if spec.footprint is None:
+        return None
+    cast = replace(spec, footprint=spec.footprint.in_float32())
+    policy = Policy(memory_budget_bytes=budget_bytes)
+    planner = _Planner(cast, plan.latent_shape, plan.ranks, policy, plan.collect, plan.chunk, pixel_bytes)
+    region = planner.region(plan.mode)
     if plan.tiles is not None:
-        tiles = _Tiles(plan.tiles, plan.tiles.areas() * spec.tile_parts(plan.latent_shape), plan.owners, plan.ranks)
-    return planner.amount(plan.mode, plan.chunk, tiles)
+        region = _largest_tile(plan.tiles)
+    return planner.need(plan.mode, region, plan.chunk, _tiles_of(spec, plan))
+
+
+def _tiles_of(spec: ModelSpec, plan: DecodePlan) -> _Tiles | None:
+    if plan.tiles is None:
+        return None
+    return _Tiles(plan.tiles, plan.tiles.areas() * spec.tile_parts(plan.latent_shape), plan.owners, plan.ranks)
+
+
+def _largest_tile(grid: TileGrid) -> Region:
+    return max(row.size for row in grid.rows), max(column.size for column in grid.columns)
 
 
 class _Planner:
@@ -539,7 +561,7 @@ class _Planner:
         work = grid.areas() * self.spec.tile_parts(self.shape)
         ranks = min(self.size, len(work))
         tiles = _Tiles(grid, tuple(work), assign_largest_first(work, ranks), ranks)
-        region = max(row.size for row in grid.rows), max(column.size for column in grid.columns)
+        region = _largest_tile(grid)
         settled = self.settle("tile", region, tiles)
         if settled.problem:
             advice = f"; what would fit: {self.what_would_fit()}" if advise else ""
