@@ -24,6 +24,7 @@ from decode_service.engine.plans import Plans, Replan, needs_all_ranks, pixel_by
 from decode_service.engine.predictions import Predictions
 from decode_service.engine.protocol import (
     DecodeJob,
+    DecodeObserver,
     DecodeOutcome,
     RankError,
     RankGroup,
@@ -58,10 +59,12 @@ class DecodeEngine:
     Args:
         group: the ranks; the engine starts and closes them.
         config: the settings of the application.
+        observer: is told of every request that was decoded, or None.
     """
 
-    def __init__(self, group: RankGroup, config: ServiceConfig) -> None:
+    def __init__(self, group: RankGroup, config: ServiceConfig, observer: DecodeObserver | None = None) -> None:
         self._group = group
+        self._observer = observer
         self._config = config
         self._description: dict[str, Any] = {}
         self._status = Status()
@@ -230,6 +233,7 @@ class DecodeEngine:
             replan=self._plans.replan(plan, **wishes),
         )
         self._predictions.observe(self.spec, run, pixel_bytes=wishes["pixel_bytes"])
+        self._tell_observer(run)
         predicted = {} if run.plan.predicted_ms is None else {"predicted": run.plan.predicted_ms}
         timings = {**run.timings_ms, **predicted, "total": (time.monotonic() - begun) * 1e3}
         outcome = outcome_of(run, job.pixels.dtype, timings)
@@ -246,6 +250,15 @@ class DecodeEngine:
             job.request_id or "-",
         )
         return outcome
+
+    def _tell_observer(self, run: Run) -> None:
+        if self._observer is None:
+            return
+        predicted_s = None if run.plan.predicted_ms is None else run.plan.predicted_ms / 1e3
+        try:
+            self._observer.decoded(run.plan.mode, run.timings_ms["decode"] / 1e3, predicted_s)
+        except Exception:
+            logger.exception("metrics of a decode could not be noted")
 
     # ---- one request, whatever breaks ------------------------------------------------------------------------------
 

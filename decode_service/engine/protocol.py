@@ -1,6 +1,7 @@
-"""The two seams of the engine: ``DecodeService``, which HTTP speaks to, and ``RankGroup``, which the engine speaks to.
+"""The seams of the engine: ``DecodeService``, which HTTP speaks to, ``RankGroup``, which does the work, and
+``DecodeObserver``, which is told of it.
 
-Neither Ray nor torch is imported here, so both sides can be tested with an implementation of their own, and the
+Neither Ray nor torch is imported here, so all sides can be tested with an implementation of their own, and the
 coordinator process of a replica never loads torch.
 """
 
@@ -283,6 +284,20 @@ class RankGroup(Protocol):
 
     async def close(self) -> None:
         """End the ranks and release what they hold. Callable twice."""
+        ...
+
+
+class DecodeObserver(Protocol):
+    """Is told of every request that was decoded, for metrics. What it raises is logged, and is nobody's failure."""
+
+    def decoded(self, mode: str, seconds: float, predicted_seconds: float | None) -> None:
+        """A request was decoded.
+
+        Args:
+            mode: of the plan that ran.
+            seconds: that the ranks took, without queue and transfer.
+            predicted_seconds: what the plan said of them, or None where it predicted nothing.
+        """
         ...
 
 

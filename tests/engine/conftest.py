@@ -20,7 +20,7 @@ from decode_service.config import ServiceConfig
 from decode_service.engine.engine import DecodeEngine
 from decode_service.engine.local_group import LocalGroup
 from decode_service.engine.places import RankPlace
-from decode_service.engine.protocol import DecodeJob, RankFailure, RankPixels, RankTask
+from decode_service.engine.protocol import DecodeJob, DecodeObserver, RankFailure, RankPixels, RankTask
 from decode_service.engine.rank_worker import RankWorker
 from decode_service.planning.plan import PixelFormat
 
@@ -144,8 +144,11 @@ def faults() -> Faults:
 
 
 @asynccontextmanager
-async def serving(config: ServiceConfig, faults: Faults | None = None) -> AsyncIterator[DecodeEngine]:
-    engine = DecodeEngine(LocalGroup(config, faults.make_worker) if faults else LocalGroup(config), config)
+async def serving(
+    config: ServiceConfig, faults: Faults | None = None, observer: DecodeObserver | None = None
+) -> AsyncIterator[DecodeEngine]:
+    group = LocalGroup(config, faults.make_worker) if faults else LocalGroup(config)
+    engine = DecodeEngine(group, config, observer)
     await engine.start()
     if faults:
         faults.tasks.clear()
