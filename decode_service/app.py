@@ -23,6 +23,7 @@ from decode_service.engine.engine import DecodeEngine
 from decode_service.engine.ray_group import RayGroup
 from decode_service.http import create_app
 from decode_service.http.request_id import sane_request_id
+from decode_service.telemetry import RayMetrics
 
 logger = logging.getLogger("decode_service.app")
 
@@ -43,7 +44,7 @@ class DecodeService:
     async def __init__(self, config: ServiceConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_like_serve()
         # Before anything that can fail: Serve calls __del__ on what is half built, too.
-        self._engine = DecodeEngine(RayGroup(config), config)
+        self._engine = DecodeEngine(RayGroup(config), config, RayMetrics(config.model.name))
         try:
             await self._engine.start()
         except Exception as error:

@@ -53,15 +53,28 @@ class _Mode:
         count: decodes so far.
         correction: of the constants.
         at_start: what it was when the service became ready.
-        ratios: actual over predicted, of the last ones.
-        errors_ms: actual minus predicted, of the last ones.
+        times_ms: predicted and actual ones, of the last decodes.
     """
 
     count: int = 0
     correction: float = 0.0
     at_start: float = 0.0
-    ratios: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
-    errors_ms: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
+    times_ms: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def public(self) -> dict[str, Any]:
+        """How well the last decodes were predicted."""
+        ratios = [actual / predicted for predicted, actual in self.times_ms]
+        return {
+            "count": self.count,
+            "mean_predicted_ms": round(statistics.fmean(predicted for predicted, _ in self.times_ms), 2),
+            "mean_actual_ms": round(statistics.fmean(actual for _, actual in self.times_ms), 2),
+            "mean_ratio": round(statistics.fmean(ratios), 3),
+            "ratio": {f"p{percent}": round(_percentile(ratios, percent), 3) for percent in (10, 50, 90)},
+            "p90_abs_error_ms": round(
+                _percentile([abs(actual - predicted) for predicted, actual in self.times_ms], 90), 2
+            ),
+            "p90_abs_error": round(_percentile([abs(ratio - 1) for ratio in ratios], 90), 3),
+        }
 
 
 class Predictions:
@@ -152,8 +165,7 @@ class Predictions:
             return
         mode = self._modes.setdefault(run.plan.mode, _Mode())
         mode.count += 1
-        mode.ratios.append(actual_ms / predicted_ms)
-        mode.errors_ms.append(actual_ms - predicted_ms)
+        mode.times_ms.append((predicted_ms, actual_ms))
         # Of the constants, not of the prediction: many plans may have been made with a factor that is old by now.
         ratio = actual_ms / (self._constants.seconds(done, run.plan.mode) * 1e3)
         ratio = min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO)
@@ -180,16 +192,7 @@ class Predictions:
             ]
         return {
             "calibration": shown,
-            "predictions": {
-                name: {
-                    "count": mode.count,
-                    "mean_ratio": round(statistics.fmean(mode.ratios), 3),
-                    "p90_abs_error_ms": round(_p90([abs(error) for error in mode.errors_ms]), 2),
-                    "p90_abs_error": round(_p90([abs(ratio - 1) for ratio in mode.ratios]), 3),
-                }
-                for name, mode in sorted(self._modes.items())
-                if mode.count
-            },
+            "predictions": {name: mode.public() for name, mode in sorted(self._modes.items()) if mode.count},
         }
 
 
@@ -209,6 +212,6 @@ def sizes(spec: ModelSpec, ranks: int, chunk: int = 1) -> tuple[tuple[int, ...],
     return (1, spec.latent_channels, *times, rows, 2 * rows), _LARGEST_SCALE
 
 
-def _p90(values: list[float]) -> float:
-    """The nearest-rank 90th percentile."""
-    return sorted(values)[math.ceil(0.9 * len(values)) - 1]
+def _percentile(values: list[float], percent: int) -> float:
+    """The nearest-rank percentile."""
+    return sorted(values)[math.ceil(percent * len(values) / 100) - 1]

@@ -1,6 +1,7 @@
-"""The two seams of the engine: ``DecodeService``, which HTTP speaks to, and ``RankGroup``, which the engine speaks to.
+"""The seams of the engine: ``DecodeService``, which HTTP speaks to, ``RankGroup``, which does the work, and
+``DecodeObserver``, which is told of it.
 
-Neither Ray nor torch is imported here, so both sides can be tested with an implementation of their own, and the
+Neither Ray nor torch is imported here, so all sides can be tested with an implementation of their own, and the
 coordinator process of a replica never loads torch.
 """
 
@@ -189,6 +190,7 @@ class RankTask:
         request_id: for logs.
         arrangement: how the latents become those that the plan is made for, or None where they lie that way already.
         conditioning: the other inputs of decoders with timestep conditioning, or None for their defaults.
+        seeds: of the noise of each item, where ``plan.together`` are items of several requests; otherwise empty.
     """
 
     plan: DecodePlan
@@ -200,6 +202,7 @@ class RankTask:
     request_id: str = ""
     arrangement: Arrangement | None = None
     conditioning: Conditioning | None = None
+    seeds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,6 +216,7 @@ class RankPixels:
         timings_ms: the rank's own stages, and ``put`` for handing the latents to the ranks.
         compiled: whether all calls of the decoder ran compiled; None if this rank made none that could.
         measured: what was found out about calls of the decoder, with ``RankTask.measure``.
+        finite_items: ``finite`` of each item, where ``plan.together`` are several.
     """
 
     array: np.ndarray | None
@@ -221,6 +225,7 @@ class RankPixels:
     timings_ms: Mapping[str, float]
     compiled: bool | None
     measured: Sequence[BucketMeasurement] = ()
+    finite_items: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +291,20 @@ class RankGroup(Protocol):
         ...
 
 
+class DecodeObserver(Protocol):
+    """Is told of every request that was decoded, for metrics. What it raises is logged, and is nobody's failure."""
+
+    def decoded(self, mode: str, seconds: float, predicted_seconds: float | None) -> None:
+        """A request was decoded.
+
+        Args:
+            mode: of the plan that ran.
+            seconds: that the ranks took, without queue and transfer.
+            predicted_seconds: what the plan said of them, or None where it predicted nothing.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Readiness:
     """Whether the service decodes now, and what stands in the way where it does not."""
@@ -319,12 +338,16 @@ class DecodeService(Protocol):
         strict: bool | None = None,
         collect: str | None = None,
         chunk: int | None = None,
+        denormalize: bool = False,
+        pixels: PixelFormat | None = None,
     ) -> DecodePlan:
         """Validate the shape against the model and the limits, and plan it for an idle group, without decoding.
 
         Args:
             latent_shape: of the latents as they are sent.
             layout: how they lie; None is ``auto``.
+            denormalize: whether the model's own statistics would be applied, which not every model has.
+            pixels: what the ranks would return, which takes memory; None is uint8.
 
         Raises:
             DecodeServiceError: a 4xx that says what would be right.

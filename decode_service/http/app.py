@@ -19,7 +19,7 @@ from decode_service.http.disconnect import unless_disconnected
 from decode_service.http.errors import error_response, install_error_handlers
 from decode_service.http.replies import ChunkType, file_reply, tensor_reply
 from decode_service.http.request_id import RequestIdMiddleware, request_id_of
-from decode_service.http.requests import check_model, layout_of, parse_decode, parse_plan, parse_size
+from decode_service.http.requests import check_model, parse_decode, parse_plan, parse_size, plan_for
 from decode_service.http.stages import Stages
 from decode_service.planning.geometry import latents_for
 
@@ -73,14 +73,7 @@ def create_app(service: DecodeService, *, chunk_type: ChunkType = "bytes") -> Fa
         wanted = parse_plan(await read_json(request))
         check_model(wanted.model, service)
         try:
-            made = service.plan(
-                wanted.shape,
-                layout=layout_of(wanted),
-                mode=wanted.mode,
-                strict=wanted.strict,
-                collect=wanted.collect,
-                chunk=wanted.chunk,
-            )
+            made = plan_for(wanted, wanted.shape, service)
         except DecodeServiceError as error:
             # Here the shape is a field of its own.
             error.param = error.param.removeprefix("latents.") if error.param else None

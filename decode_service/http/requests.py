@@ -30,12 +30,25 @@ from decode_service.planning.plan import DecodePlan, PixelFormat
 Extent = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 
 
+class PlanOutput(BaseModel):
+    """``output`` of a ``PlanRequest``; see ``OutputSpec``, which checks what goes with what."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal["tensor", "png", "jpeg", "webp", "mp4"] = "tensor"
+    dtype: Literal["uint8", "float16", "bfloat16", "float32"] = "uint8"
+    range: Literal["unit", "model"] = "unit"
+    fps: Annotated[float, Field(strict=True, gt=0)] | None = None
+    quality: Annotated[StrictInt, Field(ge=1, le=100)] | None = None
+
+
 class PlanRequest(BaseModel):
     """The JSON body of ``POST /plan``; the fields mean the same as in ``POST /decode``.
 
     Attributes:
         shape: of the latents, as they would be sent.
-        model, layout, height, width, frames, layers, mode, strict, collect, chunk: see ``DecodeRequest``.
+        model, layout, height, width, frames, layers, denormalize, mode, strict, collect, chunk, output: see
+            ``DecodeRequest``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,10 +60,23 @@ class PlanRequest(BaseModel):
     width: Extent | None = None
     frames: Extent | None = None
     layers: Extent | None = None
+    denormalize: StrictBool = False
     mode: Literal["auto", "direct", "batch", "tile", "spatial_shard_height", "spatial_shard_width"] = "auto"
     strict: StrictBool | None = None
     collect: Literal["shards", "rank0", "broadcast"] | None = None
     chunk: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+    output: PlanOutput | None = None
+
+    def output_spec(self) -> OutputSpec:
+        """What the pixels would come back as.
+
+        Raises:
+            InvalidRequestError: a field does not go with the others.
+        """
+        try:
+            return OutputSpec(**self.output.model_dump()) if self.output else OutputSpec()
+        except WireError as error:
+            raise _from_wire(error.under("output")) from None
 
 
 def parse_plan(values: Any) -> PlanRequest:
@@ -73,6 +99,32 @@ def parse_plan(values: Any) -> PlanRequest:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = ".".join(str(part) for part in first["loc"])
         raise InvalidRequestError(f"{param}: {first['msg']}", param=param) from None
+
+
+def plan_for(wanted: PlanRequest | DecodeRequest, shape: tuple[int, ...], service: DecodeService) -> DecodePlan:
+    """The plan of what is wanted of latents of ``shape``, whose pixels fit the reply that is wanted.
+
+    Raises:
+        DecodeServiceError: of 4xx, with the field at fault.
+    """
+    output = wanted.output_spec() if isinstance(wanted, PlanRequest) else wanted.output
+    plan = service.plan(
+        shape,
+        layout=layout_of(wanted),
+        mode=wanted.mode,
+        strict=wanted.strict,
+        collect=wanted.collect,
+        chunk=wanted.chunk,
+        denormalize=wanted.denormalize,
+        pixels=pixel_format_of(output),
+    )
+    _check_reply(output, plan, service.spec.output_channels)
+    return plan
+
+
+def pixel_format_of(output: OutputSpec) -> PixelFormat:
+    """What ranks return for a reply."""
+    return PixelFormat(dtype=output.dtype, range=output.range)
 
 
 def layout_of(wanted: PlanRequest | DecodeRequest) -> Layout:
@@ -126,16 +178,7 @@ async def parse_decode(
     # Nothing is copied and no value but the tensor's bytes is large, so this takes microseconds whatever the body's size.
     wanted = _unpack(body)
     check_model(wanted.model, service)
-    layout = layout_of(wanted)
-    plan = service.plan(
-        wanted.latents.shape,
-        layout=layout,
-        mode=wanted.mode,
-        strict=wanted.strict,
-        collect=wanted.collect,
-        chunk=wanted.chunk,
-    )
-    _check_reply(wanted.output, plan, service.spec.output_channels)
+    plan_for(wanted, wanted.latents.shape, service)
     if not await asyncio.to_thread(wanted.latents.is_finite):
         raise NonFiniteLatentsError(
             "the latents hold NaN or infinite values, which decode to a black picture: look for an overflow in the "
@@ -144,7 +187,7 @@ async def parse_decode(
         )
     job = DecodeJob(
         latents=wanted.latents,
-        layout=layout,
+        layout=layout_of(wanted),
         denormalize=wanted.denormalize,
         timestep=wanted.timestep,
         noise_scale=wanted.noise_scale,
@@ -153,7 +196,7 @@ async def parse_decode(
         strict=wanted.strict,
         collect=wanted.collect,
         chunk=wanted.chunk,
-        pixels=PixelFormat(dtype=wanted.output.dtype, range=wanted.output.range),
+        pixels=pixel_format_of(wanted.output),
         deadline_s=_remaining_s(wanted.deadline_ms, stages),
         request_id=request_id,
     )

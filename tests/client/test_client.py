@@ -132,6 +132,11 @@ class TestOtherRoutes:
         )
         extents = {"height": 48, "width": 80, "frames": 5, "layers": 2}
         assert plan["asked"] == {"shape": [1, 15, 16], "layout": "packed", **extents, "mode": "auto"}
+        plan = call(service.url, "plan", (1, 4, 8, 8), denormalize=True, dtype="float32", range="model")
+        output = {"dtype": "float32", "range": "model"}
+        assert plan["asked"] == {"shape": [1, 4, 8, 8], "denormalize": True, "mode": "auto", "output": output}
+        with pytest.raises(ValueError, match="8-bit pixels"):
+            call(service.url, "plan", (1, 4, 8, 8), format="png", dtype="float32")
 
     def test_models(self, service: Any, call: Any) -> None:
         assert call(service.url, "models") == [{"name": "demo"}]

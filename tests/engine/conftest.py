@@ -1,8 +1,11 @@
-"""A tiny random Wan VAE in diffusers layout, its undivided decode as the reference, and ranks that fail on demand."""
+"""A tiny random Wan VAE in diffusers layout, its undivided decode as the reference, and engines on ranks that fail on demand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,10 @@ import torch
 from decode_client.wire import WireTensor
 
 from decode_service.config import ServiceConfig
+from decode_service.engine.engine import DecodeEngine
+from decode_service.engine.local_group import LocalGroup
 from decode_service.engine.places import RankPlace
-from decode_service.engine.protocol import DecodeJob, RankFailure, RankPixels, RankTask
+from decode_service.engine.protocol import DecodeJob, DecodeObserver, RankFailure, RankPixels, RankTask
 from decode_service.engine.rank_worker import RankWorker
 from decode_service.planning.plan import PixelFormat
 
@@ -136,3 +141,38 @@ def raising(error: Exception) -> Fault:
 @pytest.fixture
 def faults() -> Faults:
     return Faults()
+
+
+@asynccontextmanager
+async def serving(
+    config: ServiceConfig, faults: Faults | None = None, observer: DecodeObserver | None = None
+) -> AsyncIterator[DecodeEngine]:
+    group = LocalGroup(config, faults.make_worker) if faults else LocalGroup(config)
+    engine = DecodeEngine(group, config, observer)
+    await engine.start()
+    if faults:
+        faults.tasks.clear()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def held_until(engine: DecodeEngine, faults: Faults, *, rank: int, waiting: int) -> None:
+    """Let the decode that ``rank`` does next last until so many requests wait."""
+    enough = threading.Event()
+    faults.on(rank, lambda task: within(30, enough))
+    while engine.describe()["queue"]["waiting"] < waiting:
+        await asyncio.sleep(0.005)
+    enough.set()
+
+
+def within(seconds: float, event: threading.Event) -> None:
+    assert event.wait(seconds)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(test(), 120)
+
+    asyncio.run(limited())

@@ -19,8 +19,7 @@ from decode_service.engine.local_group import LocalGroup
 from decode_service.engine.protocol import RankError, RankTask
 from decode_service.planning import compiled_shapes
 
-from .conftest import Faults, TinyWan, job
-from .test_engine import run, serving
+from .conftest import Faults, TinyWan, job, run, serving
 
 WARM = (2, 6, 6)
 COMPILED: dict[str, Any] = {"compile": {"enabled": True}, "warmup": {"shapes": [[1, 4, *WARM]]}}

@@ -10,8 +10,7 @@ import torch
 
 from decode_service.errors import NonFiniteLatentsError, NonFiniteOutputError
 
-from .conftest import Faults, TinyWan, job
-from .test_engine import run, serving
+from .conftest import FLOAT, Faults, TinyWan, job, run, serving
 
 MODES = ("direct", "batch", "tile", "spatial_shard_height", "spatial_shard_width")
 TILES = {"tile": {"size_px": 32, "stride_px": 24}}
@@ -52,9 +51,16 @@ def test_an_overflow_in_float16_is_decoded_again_in_float32_in_every_mode(tiny_w
                 shown = outcome.plan.public()
                 assert (shown["mode"], shown["dtype"]) == (mode, "float32")
                 assert "float16 gave NaN or Inf" in shown["dtype_reason"]
+                # What it needs is that of a model loaded in float32, by scaling what was measured in float16.
+                needs[mode] = shown["memory"]["per_rank_bytes"]
             calm = await engine.decode(job(tiny_wan.latents(2, 5, 6)))
             assert calm.plan.dtype == "float16", "the next request is decoded as configured"
+        async with serving(tiny_wan.config(policy=TILES)) as engine:
+            for mode in MODES:
+                plan = engine.plan(latents.shape, mode=mode, pixels=FLOAT)
+                assert plan.memory is not None and plan.memory.per_rank_bytes == pytest.approx(needs[mode], rel=0.05)
 
+    needs: dict[str, int] = {}
     run(test)
 
 

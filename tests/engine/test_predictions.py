@@ -18,8 +18,7 @@ from decode_service.planning.plan import DecodePlan
 from decode_service.planning.planner import Policy, make_plan
 from tests.planning.test_cost import FAST, WAN
 
-from .conftest import Faults, TinyWan, job, raising
-from .test_engine import run, serving
+from .conftest import Faults, TinyWan, job, raising, run, serving
 
 MEASURED = {"enabled": True, "seconds": 0.2}
 
@@ -87,6 +86,36 @@ def test_a_calibration_that_fails_is_said_and_does_without(tiny_wan: TinyWan, fa
             assert engine.readiness().ready and engine.plan((1, 4, 3, 10, 12)).predicted_ms is None
 
     run(test)
+
+
+def test_an_observer_is_told_of_requests_and_cannot_fail_them(
+    tiny_wan: TinyWan, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Observer:
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, float, float | None]] = []
+
+        def decoded(self, mode: str, seconds: float, predicted_seconds: float | None) -> None:
+            self.seen.append((mode, seconds, predicted_seconds))
+            if len(self.seen) == 3:
+                raise OSError("the exporter is gone")
+
+    observer = Observer()
+
+    async def test() -> None:
+        for config in (measured_config(tiny_wan), tiny_wan.config()):
+            async with serving(config, observer=observer) as engine:
+                assert len(observer.seen) in (0, 2), "the decodes of the start are no requests"
+                for mode in ("direct", "spatial_shard_width"):
+                    outcome = await engine.decode(job(tiny_wan.latents(2, 6, 7), mode=mode))
+                    told, seconds, predicted_s = observer.seen[-1]
+                    assert told == mode and seconds == pytest.approx(outcome.timings_ms["decode"] / 1e3)
+                    predicted_ms = outcome.timings_ms.get("predicted")
+                    assert predicted_s == (None if predicted_ms is None else pytest.approx(predicted_ms / 1e3))
+        assert [predicted_s is None for _, _, predicted_s in observer.seen] == [False, False, True, True]
+
+    run(test)
+    assert "the exporter is gone" in caplog.text
 
 
 # ---- what is learnt, without a clock -------------------------------------------------------------------------------
@@ -197,6 +226,9 @@ def test_statistics_are_of_requests_as_they_were_predicted() -> None:
     seen = predictions.describe()["predictions"]["direct"]
     assert seen["count"] == 10 and seen["mean_ratio"] == pytest.approx(1.55)
     assert seen["p90_abs_error"] == pytest.approx(0.9)
+    assert seen["ratio"] == {"p10": pytest.approx(1.1), "p50": pytest.approx(1.5), "p90": pytest.approx(1.9)}
+    assert seen["mean_predicted_ms"] == pytest.approx(plan.predicted_ms, abs=0.01)
+    assert seen["mean_actual_ms"] == pytest.approx(1.55 * plan.predicted_ms, abs=0.01)
     assert seen["p90_abs_error_ms"] == pytest.approx(0.9 * plan.predicted_ms, rel=0.01)
     # In float32, say, for which nothing was predicted.
     predictions.observe(WAN, taking(replace(plan, predicted_ms=None), 5.0))

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -184,3 +185,33 @@ def test_a_model_that_cannot_be_loaded_is_named(cluster: None, tiny_wan: TinyWan
         await group.close()
 
     run(test)
+
+
+def test_what_requests_took_is_exported_by_model_and_mode(cluster: None) -> None:
+    from decode_service.telemetry import ACTUAL_TO_PREDICTED, DECODE_SECONDS, RayMetrics
+
+    observer = RayMetrics("lab/tiny")
+    observer.decoded("direct", 0.3, 0.2)
+    observer.decoded("tile", 3.0, None)
+    address = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+
+    def exported() -> dict[str, float]:
+        with urllib.request.urlopen(address, timeout=10) as reply:
+            lines = [line for line in reply.read().decode().splitlines() if 'model="lab/tiny"' in line]
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+    until = time.monotonic() + 60
+    while not (seen := exported()) and time.monotonic() < until:
+        time.sleep(0.5)
+
+    def value(name: str, *labels: str) -> float | None:
+        matching = [v for k, v in seen.items() if k.startswith(f"ray_{name}{{") and all(label in k for label in labels)]
+        return matching[0] if matching else None
+
+    assert value(f"{DECODE_SECONDS}_count", 'mode="tile"') == 1
+    assert value(f"{DECODE_SECONDS}_bucket", 'mode="direct"', 'le="0.2"') == 0
+    assert value(f"{DECODE_SECONDS}_bucket", 'mode="direct"', 'le="0.5"') == 1
+    # 1.5 times as long as predicted.
+    assert value(f"{ACTUAL_TO_PREDICTED}_bucket", 'mode="direct"', 'le="1.25"') == 0
+    assert value(f"{ACTUAL_TO_PREDICTED}_bucket", 'mode="direct"', 'le="2.0"') == 1
+    assert value(f"{ACTUAL_TO_PREDICTED}_count", 'mode="tile"') is None, "nothing was predicted"

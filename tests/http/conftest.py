@@ -39,6 +39,7 @@ class NumpyService:
     loading: bool = False
     ready: Readiness = field(default_factory=lambda: Readiness(True, "ready"))
     jobs: list[DecodeJob] = field(default_factory=list)
+    planned: list[tuple[bool, PixelFormat]] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -75,7 +76,10 @@ class NumpyService:
         strict: bool | None = None,
         collect: str | None = None,
         chunk: int | None = None,
+        denormalize: bool = False,
+        pixels: PixelFormat | None = None,
     ) -> DecodePlan:
+        self.planned.append((denormalize, pixels or PixelFormat()))
         latent_shape = arrange(self.spec, latent_shape, layout or Layout()).latent_shape
         if len(latent_shape) not in (4, 5) or latent_shape[1] != 4:
             raise InvalidLatentsError(

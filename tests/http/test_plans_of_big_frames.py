@@ -64,7 +64,7 @@ def served(name: str, *, ranks: int = 1, **policy: Any) -> tuple[ModelSpec, Test
     )
     engine = DecodeEngine(Unused(GroupInfo(spec, decoder.describe()), ranks), config)  # type: ignore[arg-type]
     # The self-test would decode on several ranks; what is planned does not depend on it.
-    engine._test_exact_axes = lambda: asyncio.sleep(0)  # type: ignore[method-assign, assignment, return-value]
+    engine._startup.test_exact_axes = lambda: asyncio.sleep(0)  # type: ignore[method-assign, assignment, return-value]
     asyncio.run(engine.start())
     return spec, TestClient(create_app(engine))
 
@@ -155,6 +155,25 @@ def test_a_model_tells_everything_that_can_be_derived_from_it(name: str) -> None
     assert spec.tiles is None or told["tiles"]["size_px"]
     assert told["memory"]["weight_bytes"] > 0
     assert told["parameters_by_dtype"] and told["dtype"] in ("float32", "")
+
+
+def test_what_is_wanted_of_the_pixels_changes_the_plan_and_what_is_refused() -> None:
+    spec, client = served("AutoencoderKLWan, 2.1")
+    small = client.post("/plan", json={"shape": [1, 4, 3, 60, 104]}).json()["plan"]["memory"]
+    for dtype, times in (("float32", 4), ("bfloat16", 2)):
+        body = {"shape": [1, 4, 3, 60, 104], "output": {"dtype": dtype}, "denormalize": True}
+        memory = client.post("/plan", json=body).json()["plan"]["memory"]
+        assert memory["of_which"]["output"] == times * small["of_which"]["output"]
+    # What fits as bytes and not as floats is planned so.
+    budget = small["per_rank_bytes"] + small["of_which"]["output"]
+    _, tight = served("AutoencoderKLWan, 2.1", memory_budget_bytes=budget)
+    assert tight.post("/plan", json={"shape": [1, 4, 3, 60, 104]}).json()["plan"]["mode"] == "direct"
+    floats = tight.post("/plan", json={"shape": [1, 4, 3, 60, 104], "output": {"dtype": "float32"}})
+    assert floats.json()["plan"]["mode"] == "tile", floats.text
+    spec, client = served("AutoencoderVidTok")
+    refused = client.post("/plan", json={"shape": [1, spec.latent_channels, 3, 8, 8], "denormalize": True})
+    assert refused.status_code == 422 and refused.json()["error"]["param"] == "denormalize"
+    assert "denormalize false" in refused.json()["error"]["message"]
 
 
 def test_sizes_that_nothing_decodes_to_are_refused_with_the_nearest() -> None:

@@ -6,10 +6,11 @@ import dataclasses
 import json
 
 import pytest
-from decode_client.wire import FORMATS, LAYOUTS, MODES, DecodeRequest
+from decode_client.wire import FORMATS, LAYOUTS, MODES, PIXEL_DTYPES, RANGES, DecodeRequest, OutputSpec
 
 from decode_service.http.replies import MAX_PLAN_HEADER_CHARS, plan_header
-from decode_service.http.requests import PlanRequest
+from decode_service.http.requests import PlanOutput, PlanRequest
+from decode_service.planning.plan import PixelFormat
 
 
 def test_probes(client):
@@ -46,6 +47,13 @@ def test_plan_takes_latents_as_decode_takes_them(client, service):
     assert video["output"] == {"frames": 9, "height": 48, "width": 80}
 
 
+def test_plan_takes_what_is_wanted_of_the_pixels(client, service):
+    body = {"shape": [1, 4, 6, 10], "denormalize": True, "output": {"dtype": "float32", "range": "model"}}
+    assert client.post("/plan", json=body).status_code == 200
+    assert client.post("/plan", json={"shape": [1, 4, 6, 10], "output": {"format": "png"}}).status_code == 200
+    assert service.planned == [(True, PixelFormat("float32", "model")), (False, PixelFormat())]
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param", "hint"),
     [
@@ -72,6 +80,12 @@ def test_plan_takes_latents_as_decode_takes_them(client, service):
         (b'{"shape": [1, 15, 16], "layout": "packed"}', 422, "height", "needed"),
         (b'{"shape": [1, 4, 6, 10], "seed": 1}', 422, "seed", "unknown field"),
         (b'{"shape": [1, 4, 6, 10], "model": "wan"}', 404, "model", "lab/nearest"),
+        (b'{"shape": [1, 4, 6, 10], "denormalize": 1}', 422, "denormalize", "boolean"),
+        (b'{"shape": [1, 4, 6, 10], "output": "png"}', 422, "output", "dictionary"),
+        (b'{"shape": [1, 4, 6, 10], "output": {"dtype": "int8"}}', 422, "output.dtype", "'float32'"),
+        (b'{"shape": [1, 4, 6, 10], "output": {"type": "png"}}', 422, "output.type", "not permitted"),
+        (b'{"shape": [1, 4, 6, 10], "output": {"format": "png", "fps": 8}}', 422, "output.fps", "mp4"),
+        (b'{"shape": [1, 4, 3, 6, 10], "output": {"format": "png"}}', 422, "output.format", "mp4"),
         (b'{"shape": [' + b"1," * 40000 + b"1]}", 413, None, "65536"),
     ],
 )
@@ -98,6 +112,10 @@ def test_the_openapi_document_describes_the_msgpack_request(client):
 def test_plan_requests_know_the_modes_of_the_wire():
     assert set(PlanRequest.model_json_schema()["properties"]["mode"]["enum"]) == set(MODES)
     assert set(PlanRequest.model_json_schema()["properties"]["layout"]["enum"]) == set(LAYOUTS)
+    output = PlanOutput.model_json_schema()["properties"]
+    assert set(output) == {field.name for field in dataclasses.fields(OutputSpec)}
+    for name, values in (("format", FORMATS), ("dtype", PIXEL_DTYPES), ("range", RANGES)):
+        assert set(output[name]["enum"]) == set(values)
 
 
 def test_a_long_plan_still_fits_a_header():

@@ -17,7 +17,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
@@ -254,10 +254,7 @@ def decode_flow(
     timeout: Timeout = None,
     request_id: str | None = None,
 ) -> Flow[DecodeResult]:
-    try:
-        output = OutputSpec(format=format, dtype=dtype, range=range, fps=fps, quality=quality)
-    except WireError as error:
-        raise error.under("output") from None
+    output = _output(format, dtype, range, fps, quality)
     request = DecodeRequest(
         latents=latents_tensor(latents),
         model=model,
@@ -295,6 +292,17 @@ def decode_flow(
     return decode_result(reply, request, call.request_id)
 
 
+def _output(format: str, dtype: str, range: str, fps: float | None, quality: int | None) -> OutputSpec:
+    """
+    Raises:
+        WireError: a keyword is out of range, or does not go with the others.
+    """
+    try:
+        return OutputSpec(format=format, dtype=dtype, range=range, fps=fps, quality=quality)
+    except WireError as error:
+        raise error.under("output") from None
+
+
 def plan_flow(
     settings: Settings,
     shape: Sequence[int],
@@ -305,17 +313,27 @@ def plan_flow(
     width: int | None = None,
     frames: int | None = None,
     layers: int | None = None,
+    denormalize: bool = False,
     mode: str = "auto",
     strict: bool | None = None,
     collect: str | None = None,
     chunk: int | None = None,
+    format: str = "tensor",
+    dtype: str = "uint8",
+    range: str = "unit",
+    fps: float | None = None,
+    quality: int | None = None,
     timeout: Timeout = None,
 ) -> Flow[dict[str, Any]]:
-    # Layout auto is the default, left out so that services that do not know the field yet still plan.
-    fields: dict[str, Any] = {"model": model, "layout": None if layout == "auto" else layout}
-    fields |= {"height": height, "width": width, "frames": frames, "layers": layers}
-    fields |= {"mode": mode, "strict": strict, "collect": collect, "chunk": chunk}
-    wanted = {"shape": [int(extent) for extent in shape]} | {k: v for k, v in fields.items() if v is not None}
+    output = _output(format, dtype, range, fps, quality)
+    # Defaults are left out, so that services that do not know a field yet still plan.
+    chosen = {
+        each.name: getattr(output, each.name) for each in fields(output) if getattr(output, each.name) != each.default
+    }
+    given: dict[str, Any] = {"model": model, "layout": None if layout == "auto" else layout}
+    given |= {"height": height, "width": width, "frames": frames, "layers": layers, "denormalize": denormalize or None}
+    given |= {"mode": mode, "strict": strict, "collect": collect, "chunk": chunk, "output": chosen or None}
+    wanted = {"shape": [int(extent) for extent in shape]} | {k: v for k, v in given.items() if v is not None}
     # Numpy's integers are as good as Python's.
     content = json.dumps(wanted, default=operator.index).encode()
     call = Call(

@@ -36,10 +36,18 @@ class PlanOptions(TypedDict, total=False):
         height, width: of the decoded picture, in pixels: needed by ``packed``, elsewhere checked.
         frames: pixel frames of the decoded video: needed by ``packed`` latents of a video, elsewhere checked.
         layers: ``layers`` of a Qwen-Image-Layered pipeline: as many pictures come back for each packed item.
+        denormalize: True where the latents are normalized (as a diffusion model leaves them) and the model's own
+            statistics must be applied first.
         mode: ``auto``, ``direct``, ``batch``, ``tile``, ``spatial_shard_height`` or ``spatial_shard_width``.
         strict: whether a mode that cannot run is an error instead of a fallback; None takes the server's default.
         collect: ``shards``, ``rank0`` or ``broadcast``; None takes the server's default.
         chunk: latent frames per pass, at least 1; None takes the server's default.
+        format: ``tensor``, or a file: ``png``, ``jpeg``, ``webp``, ``mp4``.
+        dtype: of a tensor: ``uint8`` (0 to 255, channels last) or ``float16``, ``bfloat16``, ``float32`` (channels
+            first).
+        range: of a float tensor: ``unit`` for [-1, 1], ``model`` for the values as the model's ``decode`` returns them.
+        fps: frames per second of mp4.
+        quality: 1 to 100, of jpeg, webp and mp4.
         timeout: seconds that one attempt may take, instead of the client's.
     """
 
@@ -49,10 +57,16 @@ class PlanOptions(TypedDict, total=False):
     width: int | None
     frames: int | None
     layers: int | None
+    denormalize: bool
     mode: str
     strict: bool | None
     collect: str | None
     chunk: int | None
+    format: str
+    dtype: str
+    range: str
+    fps: float | None
+    quality: int | None
     timeout: Timeout
 
 
@@ -60,33 +74,19 @@ class DecodeOptions(PlanOptions, total=False):
     """Keywords of ``decode``.
 
     Attributes:
-        denormalize: True where the latents are normalized (as a diffusion model leaves them) and the model's own
-            statistics must be applied first.
         timestep: 0 to 1, for decoders with timestep conditioning (LTX): a pipeline's ``decode_timestep``; None takes the
             pipeline's default. Other models refuse it.
         noise_scale: 0 to 1, the share of noise mixed into latents of such decoders: ``decode_noise_scale``; None takes the
             timestep, as pipelines do.
         seed: of that noise; None is 0.
-        format: ``tensor``, or a file: ``png``, ``jpeg``, ``webp``, ``mp4``.
-        dtype: of a tensor: ``uint8`` (0 to 255, channels last) or ``float16``, ``bfloat16``, ``float32`` (channels
-            first).
-        range: of a float tensor: ``unit`` for [-1, 1], ``model`` for the values as the model's ``decode`` returns them.
-        fps: frames per second of mp4.
-        quality: 1 to 100, of jpeg, webp and mp4.
         deadline_s: seconds after which nobody waits for the pixels: the server is told, and the call ends by then,
             retries included.
         request_id: sent as ``X-Request-Id``, the same for every attempt; one is made up by default.
     """
 
-    denormalize: bool
     timestep: float | None
     noise_scale: float | None
     seed: int | None
-    format: str
-    dtype: str
-    range: str
-    fps: float | None
-    quality: int | None
     deadline_s: float | None
     request_id: str | None
 
