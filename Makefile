@@ -2,12 +2,14 @@
 #
 #   make demo PYTHON=python3.12                       another interpreter
 #   make test ARGS="-k planner -x"                    more arguments for pytest (or for the demo, or for serve)
+#   make test WORKERS=0                               all tests in one process, for a debugger
 #   make bench BENCH=decode ARGS="--models wan21 --no-compile"     one of the benchmarks, with more arguments
 #   make .venv PIP_ARGS="--extra-index-url URL"       where the CPU wheels of torch are, if not the default index
 
 PYTHON   ?= python3
 PIP_ARGS ?=
 ARGS     ?=
+WORKERS  ?= 2
 BENCH    ?= decode sharding service
 DEVICE   ?= cpu
 
@@ -35,11 +37,14 @@ demo: $(STAMP)
 serve: $(STAMP)
 	@$(BIN)/python scripts/local_service.py $(ARGS)
 
+# Files are dealt out in their order (Ray's last), whole: see tests/conftest.py.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not ray and not slow" $(ARGS)
+	$(PYTEST) -m "not ray and not slow" $(ARGS)
 
 # The reports are named after the device; ones that were committed are written over.
 bench: $(STAMP)

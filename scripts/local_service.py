@@ -39,6 +39,7 @@ DEFAULT_PORT = 8000
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
+GONE_TIMEOUT_S = 20.0
 
 # Serve drains for half a minute and more at shutdown, so that no request of a load balancer is lost. Nobody but the
 # person at the keyboard calls this service.
@@ -168,9 +169,10 @@ class LocalService:
     """`serve run` on a private Ray, from entering to leaving a `with`.
 
     Attributes:
-        url: where it answers.
+        url, port: where it answers.
         port_note: a sentence for people when another port than the configured one was taken, or None.
         log_path: what the service printed, or None where it prints to this process's own output.
+        killed: processes that outlived the service and had to be killed; there should be none.
     """
 
     def __init__(
@@ -201,6 +203,7 @@ class LocalService:
         self._env = env or {}
         self.log_path = log_path
         self.port_note: str | None = None
+        self.killed: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self._log: IO[bytes] | None = None
@@ -219,7 +222,8 @@ class LocalService:
         if host is not None:
             options["host"] = host
         self._config["http_options"] = options
-        self.url = f"http://127.0.0.1:{options['port']}"
+        self.port = int(options["port"])
+        self.url = f"http://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int | None:
@@ -301,7 +305,7 @@ class LocalService:
         process, self._process = self._process, None
         if process is not None:
             with _interrupts_ignored():
-                self._end(process)
+                self.killed = self._end(process)
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -310,7 +314,8 @@ class LocalService:
             self._folder = None
 
     @staticmethod
-    def _end(process: subprocess.Popen[bytes]) -> None:
+    def _end(process: subprocess.Popen[bytes]) -> list[int]:
+        """End the service; the processes that were still there when they should have been gone."""
         # SIGINT is what `serve run` shuts down on. The others are for one that no longer listens.
         for number, patience_s in ((signal.SIGINT, STOP_TIMEOUT_S), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
             if process.poll() is not None:
@@ -319,12 +324,13 @@ class LocalService:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(patience_s)
         # Ray's own processes watch the one that started them and end shortly after it.
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + GONE_TIMEOUT_S
         while (left := processes_of_session(process.pid)) and time.monotonic() < deadline:
             time.sleep(0.1)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        return left
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from decode_service.planning.plan import PixelFormat
 from decode_service.planning.spec import StrideTiles
 from tests.decoding import models
-from tests.decoding.harness import Answer, Case, latents_of, run_group
+from tests.decoding.harness import Answer, Case, RankProcesses, latents_of, run_group
 
 SMALL_TILES = StrideTiles(size_px=64, stride_px=48)
 
@@ -40,6 +41,8 @@ class Zoo:
     def __init__(self, root: Path) -> None:
         self.folders = {name: root / name for name in models.BUILDERS}
         self.references = {name: models.save(name, folder) for name, folder in self.folders.items()}
+        #: What diffusers decodes, by the names of ``cases_of``: the same for every group size.
+        self.expected: dict[str, torch.Tensor] = {}
 
     def case(self, name: str, mode: str, *, shape: tuple[int, ...] | None = None, **options: object) -> Case:
         return Case(self.folders[name], latents_of(shape or SHAPES[name]), mode, **options)  # type: ignore[arg-type]
@@ -96,8 +99,17 @@ def cases_of(zoo: Zoo) -> dict[str, Case]:
     return cases
 
 
+@pytest.fixture(scope="session")
+def rank_processes() -> Iterator[RankProcesses]:
+    processes = RankProcesses()
+    yield processes
+    processes.close()
+
+
 @pytest.fixture(scope="session", params=(2, 3, 4), ids=lambda ranks: f"{ranks} ranks")
-def group_answers(request: pytest.FixtureRequest, zoo: Zoo) -> tuple[int, dict[str, Case], dict[str, Answer]]:
+def group_answers(
+    request: pytest.FixtureRequest, zoo: Zoo, rank_processes: RankProcesses
+) -> tuple[int, dict[str, Case], dict[str, Answer]]:
     """The group's size, the cases and what the group answered to each."""
     torch.set_num_threads(1)  # as the ranks: the number of threads changes the last bits of a convolution
     cases = cases_of(zoo)
@@ -106,5 +118,5 @@ def group_answers(request: pytest.FixtureRequest, zoo: Zoo) -> tuple[int, dict[s
         cases = {
             key: case for key, case in cases.items() if key.startswith(("wan21 spatial", "minimax", "wan21 batch"))
         }
-    answers = run_group(request.param, list(cases.values()))
+    answers = run_group(rank_processes, request.param, list(cases.values()))
     return request.param, cases, dict(zip(cases, answers, strict=True))

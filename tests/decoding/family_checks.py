@@ -6,11 +6,12 @@ What they measure is in the README's support matrix (``measurements``). Real pro
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from decode_service.decoding.communicator import Communicator, SoloCommunicator
 from decode_service.decoding.families import family_class
@@ -26,6 +27,8 @@ from tests.decoding.harness import assemble
 from tests.decoding.threads import on_ranks
 
 CPU = torch.device("cpu")
+
+Reference = Callable[[Any, torch.Tensor], torch.Tensor]
 
 #: As the model's own ``decode`` returns them, so that a reference needs no conversion.
 MODEL_RANGE = PixelFormat("float32", "model")
@@ -81,6 +84,13 @@ def rewritten(vae: Any, rewrites: Collection[str] = NAMES) -> Any:
     for rewrite in apply_rewrites(vae, family_class(type(vae).__name__).structure, enabled=rewrites):
         assert "differs" not in rewrite.reason, rewrite
     return vae
+
+
+def reference(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """What diffusers decodes; its blends in place need tensors that may change, hence not in inference mode."""
+    with torch.no_grad():
+        pixels: torch.Tensor = vae.decode(latents).sample
+    return pixels
 
 
 def is_varied(pixels: torch.Tensor) -> bool:
@@ -147,3 +157,48 @@ def check_tiles(
         difference = (picture - expected).abs().max().item()
         assert difference <= tolerance, f"tile on {size}: {difference:.2e}"
         measurements.judge(type(vae).__name__, "tile", size, difference, tolerance)
+
+
+def check_interleaved(
+    vae: Any, videos: Sequence[torch.Tensor], reference: Reference = reference, *, chunk: int = 1
+) -> None:
+    """Decodes on one model that take turns, pass by pass, beside one that was given up, are what each is alone."""
+    family = family_class(type(vae).__name__)(vae, "tiny")
+    alone = [reference(vae, video) for video in videos]
+    with torch.inference_mode():
+        given_up = family.decode(videos[0], chunk)
+        next(given_up)
+        passes = zip(*(family.decode(video, chunk) for video in videos), strict=True)
+        mixed = [torch.cat(parts, 2) for parts in zip(*passes, strict=True)]
+    for expected, actual in zip(alone, mixed, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+
+
+def check_half_precision(vae: Any, latents: torch.Tensor, reference: Reference = reference) -> None:
+    """In bfloat16 the root-mean-square error against float32 is no larger than diffusers' own, within a tenth."""
+    exact = reference(vae, latents)
+    half = copy.deepcopy(vae).bfloat16()
+    theirs = reference(half, latents.bfloat16()).float()
+    _, ours = decoded(half, latents, "direct")
+    assert (ours - exact).square().mean().sqrt() <= 1.1 * (theirs - exact).square().mean().sqrt()
+
+
+def check_compiles_whole(vae: Any, latents: torch.Tensor, expected: torch.Tensor) -> None:
+    """No graph break: neither the passes nor the attention hide anything from the compiler."""
+    family = family_class(type(vae).__name__)(vae, "tiny")
+    family.call_decoder = torch.compile(family.call_decoder, fullgraph=True, backend="eager")
+    with torch.inference_mode():
+        video = torch.cat(list(family.decode(latents, 1)), dim=2)
+    torch.testing.assert_close(video, expected, atol=1e-5, rtol=0)
+
+
+class LargestTensor(TorchFunctionMode):
+    """Elements of the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor):
+            self.elements = max(self.elements, output.numel())
+        return output

@@ -56,46 +56,68 @@ def latents_of(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
 
 
-def run_group(ranks: int, cases: Sequence[Case]) -> list[Answer]:
-    """Decode ``cases`` one after the other on ``ranks`` fresh processes, over one process group."""
-    outcomes = on_processes(ranks, functools.partial(_decode_all, list(cases)))
+class RankProcesses:
+    """Processes that wait for work, as many as any of it has needed: starting them, with torch to import, is what costs.
+
+    What they run closes its groups, so that nothing is left for later work to meet.
+    """
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._work: list[Any] = []
+        self._processes: list[Any] = []
+        self._ports, self._results = self._context.Queue(), self._context.Queue()
+
+    def run(self, ranks: int, work: Callable[..., Any]) -> list[Any]:
+        """``work(rank, size, ports)`` on ``ranks`` of the processes at once; what each returned, in rank order.
+
+        ``ports`` is a queue by which rank 0 tells the others the port of its store, so that no free port has to be guessed.
+
+        Raises:
+            AssertionError: a rank failed or died. All processes end then, because the others may wait for it.
+        """
+        while len(self._processes) < ranks:
+            self._work.append(self._context.Queue())
+            arguments = (self._work[-1], self._ports, self._results)
+            self._processes.append(self._context.Process(target=_process_main, args=arguments, daemon=True))
+            self._processes[-1].start()
+        for rank in range(ranks):
+            self._work[rank].put((work, rank, ranks))
+        collected: dict[int, Any] = {}
+        try:
+            while len(collected) < ranks:
+                try:
+                    rank, outcome, failure = self._results.get(timeout=1)
+                except queue.Empty:
+                    dead = [rank for rank in range(ranks) if not self._processes[rank].is_alive()]
+                    assert not dead, f"rank {dead} died before it answered"
+                    continue
+                assert not failure, f"rank {rank} failed:\n{failure}"
+                collected[rank] = outcome
+        except BaseException:
+            self.close()
+            raise
+        return [collected[rank] for rank in range(ranks)]
+
+    def close(self) -> None:
+        """End the processes; the next work starts others."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._work, self._processes = [], []
+        self._ports, self._results = self._context.Queue(), self._context.Queue()
+
+
+def run_group(processes: RankProcesses, ranks: int, cases: Sequence[Case]) -> list[Answer]:
+    """Decode ``cases`` one after the other on ``ranks`` of the ``processes``, over one process group."""
+    outcomes = processes.run(ranks, functools.partial(_decode_all, list(cases)))
     answers = []
     for index, case in enumerate(cases):
         plan = outcomes[0][index][0]
         parts = [outcome[index][1] for outcome in outcomes]
         answers.append(Answer(plan, assemble(plan, parts, case.pixels), parts))
     return answers
-
-
-def on_processes(ranks: int, work: Callable[..., Any]) -> list[Any]:
-    """``work(rank, size, ports)`` on ``ranks`` fresh processes at once; what each returned, in rank order.
-
-    ``ports`` is a queue by which rank 0 tells the others the port of its store, so that no free port has to be guessed.
-    """
-    context = mp.get_context("spawn")
-    ports, results = context.Queue(), context.Queue()
-    processes = [
-        context.Process(target=_process_main, args=(work, rank, ranks, ports, results)) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    collected: dict[int, Any] = {}
-    try:
-        while len(collected) < ranks:
-            try:
-                rank, outcome, failure = results.get(timeout=1)
-            except queue.Empty:
-                dead = [rank for rank, process in enumerate(processes) if process.exitcode and rank not in collected]
-                assert not dead, f"rank {dead} died before it answered"
-                continue
-            assert not failure, f"rank {rank} failed:\n{failure}"
-            collected[rank] = outcome
-    finally:
-        for process in processes:
-            process.join(timeout=20 if len(collected) == ranks else 0)
-            if process.is_alive():
-                process.kill()
-    return [collected[rank] for rank in range(ranks)]
 
 
 def assemble(plan: DecodePlan, parts: Sequence[RankPart], pixels: PixelFormat) -> np.ndarray:
@@ -106,11 +128,13 @@ def assemble(plan: DecodePlan, parts: Sequence[RankPart], pixels: PixelFormat) -
     return np.concatenate(arrays, axis=0 if plan.axis == "batch" else from_end[str(plan.axis)])
 
 
-def _process_main(work: Callable[..., Any], rank: int, size: int, ports: Any, results: Any) -> None:
-    try:
-        results.put((rank, work(rank, size, ports), ""))
-    except BaseException:  # noqa: BLE001 - the parent shows it
-        results.put((rank, None, traceback.format_exc()))
+def _process_main(work: Any, ports: Any, results: Any) -> None:
+    while True:
+        do, rank, size = work.get()
+        try:
+            results.put((rank, do(rank, size, ports), ""))
+        except BaseException:  # noqa: BLE001 - the parent shows it
+            results.put((rank, None, traceback.format_exc()))
 
 
 def _decode_all(cases: list[Case], rank: int, size: int, ports: Any) -> list[tuple[DecodePlan, RankPart]]:

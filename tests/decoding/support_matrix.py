@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -45,8 +46,8 @@ HEADER = (
     "raw from normalized `z`",
 )
 COLUMN_MODES = ("direct", "spatial_shard_height", "spatial_shard_width", "tile")
-#: Tests that use the checks for classes without a row, or for what other tests measure.
-MEASURE_NOTHING = ("test_rewrites.py", "test_unlisted.py", "test_attention.py", "test_footprint.py")
+#: Measures again what other tests measure.
+MEASURE_NOTHING = ("test_rewrites.py",)
 GROUP_OF = 2  # modes are those of a group; one rank cannot divide anything
 
 Measured = Mapping[str, ClassMeasurement]
@@ -242,17 +243,18 @@ def problems(readme: str, measured: Measured) -> list[str]:
 
 
 def measure() -> dict[str, ClassMeasurement]:
-    """Run the tests that use ``family_checks``; what they measured."""
+    """Run the tests that use the checks of ``family_checks``; what they measured."""
     here = Path(__file__).parent
     files = [
         path
         for path in sorted(here.glob("test_*.py"))
-        if "family_checks import" in path.read_text() and path.name not in MEASURE_NOTHING
+        if re.search(r"check_(batch|exact_modes|tiles)\(", path.read_text()) and path.name not in MEASURE_NOTHING
     ]
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "measurements"
         environment = {**os.environ, measurements.RECORD_TO: str(record), "CI": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", *map(str, files)]
+        shared = ["-n", "2", "--dist", "loadgroup"]
+        command = [sys.executable, "-m", "pytest", "-q", *shared, *map(str, files)]
         if subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
             raise SystemExit("the families' tests fail, so nothing was written")
         return measurements.fold(record.read_text().splitlines())

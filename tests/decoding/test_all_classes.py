@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
 from decode_service.decoding.families import FAMILIES
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
 from tests.decoding import models
-from tests.decoding.family_checks import check_batch, check_exact_modes, check_tiles
+from tests.decoding.family_checks import check_batch, check_exact_modes, check_tiles, reference
 from tests.decoding.harness import latents_of
 from tests.decoding.tiny_models import TINY, latent_shape, minimax_h3, tiny_spec
 
@@ -31,15 +28,10 @@ def test_a_batch_is_its_items(class_name: str) -> None:
     check_batch(vae, latents_of((3, *shape[1:])))
 
 
-def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return vae.decode(latents).sample
-
-
 @pytest.mark.parametrize("name", TILES)
 def test_exact_modes_give_the_pixels_of_diffusers(name: str) -> None:
     vae, latents = models.tiny(name), latents_of(TILES[name][1])
-    check_exact_modes(vae, latents, decode(vae, latents))
+    check_exact_modes(vae, latents, reference(vae, latents))
 
 
 @pytest.mark.parametrize("name", TILES)
@@ -50,7 +42,7 @@ def test_tiles_give_the_tiled_pixels_of_diffusers(name: str) -> None:
         vae.enable_tiling()  # its size follows from the config's sample_size
     else:
         vae.enable_tiling(tiles.size_px, tiles.size_px, tiles.stride_px, tiles.stride_px)
-    expected = decode(vae, latents)
+    expected = reference(vae, latents)
     vae.disable_tiling()
     # Only the undivided output of Qwen-Image is clamped in diffusers; the family clamps both.
     check_tiles(vae, latents, expected.clamp(-1, 1) if name == "qwen_image" else expected, tiles=tiles)
@@ -58,7 +50,7 @@ def test_tiles_give_the_tiled_pixels_of_diffusers(name: str) -> None:
 
 def test_minimax_h3_is_its_tiles() -> None:
     vae, latents = minimax_h3(), latents_of((1, 4, 12, 17, 21))
-    check_tiles(vae, latents, decode(vae, latents))
+    check_tiles(vae, latents, reference(vae, latents))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from decode_service.decoding.families.cogvideox import CogVideoXFamily
 from decode_service.planning.spec import StrideTiles
 from decode_service.planning.temporal import RemainderFirstFrames
-from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
+from tests.decoding.family_checks import check_exact_modes, check_interleaved, check_tiles, decoded, reference
 from tests.decoding.harness import latents_of
 from tests.decoding.tiny_models import cogvideox as model
 
@@ -19,8 +19,7 @@ BLOCKS = 3
 @pytest.mark.parametrize("frames", [1, 2, 3, 4, 5])
 def test_exact_modes_give_the_video_of_diffusers(frames: int) -> None:
     vae, latents = model(), latents_of((1, 4, frames, 7, 9))
-    with torch.inference_mode():
-        expected = vae.decode(latents).sample
+    expected = reference(vae, latents)
     check_exact_modes(vae, latents, expected)
     rule = CogVideoXFamily(vae, "tiny").spec.frame_rule
     assert rule is not None and rule.frames(frames) == expected.shape[2]
@@ -45,8 +44,7 @@ def test_tiles_give_the_tiled_video_of_diffusers(frames: int) -> None:
     """At the sizes that a config gives, tiles in diffusers fit together: 12 x 10 latent cells every 10 x 8 here."""
     vae, latents = model(), latents_of((1, 4, frames, 15, 19))
     vae.enable_tiling()
-    with torch.inference_mode():
-        expected = vae.decode(latents).sample
+    expected = reference(vae, latents)
     vae.disable_tiling()
     assert expected.shape[-2:] == (60, 76)
     check_tiles(vae, latents, expected)
@@ -56,8 +54,7 @@ def test_tiles_give_the_tiled_video_of_diffusers(frames: int) -> None:
 def test_a_video_is_tiled_where_diffusers_tiles_it(shape: tuple[int, int]) -> None:
     vae, latents = model(), latents_of((1, 4, 1, *shape))
     vae.enable_tiling()
-    with torch.inference_mode():
-        expected = vae.decode(latents).sample
+    expected = reference(vae, latents)
     vae.disable_tiling()
     plan, video = decoded(vae, latents, "tile")
     assert plan.tiles is not None and (plan.tiles.count == 1) == (shape[0] <= 12 and shape[1] <= 10)
@@ -96,15 +93,7 @@ def test_normalized_latents_are_decoded_as_the_cogvideox_pipeline_does() -> None
 
 
 def test_interleaved_decodes_do_not_touch_each_other() -> None:
-    vae = model()
-    family = CogVideoXFamily(vae, "tiny")
-    videos = [latents_of((1, 4, 5, 4, 5), seed) for seed in (1, 2)]
-    with torch.inference_mode():
-        alone = [vae.decode(video).sample for video in videos]
-        passes = zip(*(family.decode(video, 1) for video in videos), strict=True)
-        mixed = [torch.cat(parts, 2) for parts in zip(*passes, strict=True)]
-    for expected, actual in zip(alone, mixed, strict=True):
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    check_interleaved(model(), [latents_of((1, 4, 5, 4, 5), seed) for seed in (1, 2)])
 
 
 def test_the_released_configuration_is_tiled_as_diffusers_does() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tests.decoding import communicator_ranks
-from tests.decoding.harness import on_processes
+from tests.decoding.harness import RankProcesses
 
 
-def test_a_group_is_aborted_and_formed_again_on_the_same_ranks() -> None:
-    for waited_s, aborted_s in on_processes(3, communicator_ranks.run):
+def test_a_group_is_aborted_and_formed_again_on_the_same_ranks(rank_processes: RankProcesses) -> None:
+    for waited_s, aborted_s in rank_processes.run(3, communicator_ranks.run):
         limit_s = communicator_ranks.TIMEOUT_S / 2
         assert waited_s < limit_s, "a failed peer must be noticed long before the timeout"
         assert aborted_s < limit_s

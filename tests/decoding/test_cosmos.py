@@ -7,20 +7,23 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from decode_service.decoding.attention import attention_over_time
 from decode_service.decoding.families.cosmos import CosmosFamily, unpatch
 from decode_service.planning.spec import StrideTiles
-from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
+from tests.decoding.family_checks import (
+    LargestTensor,
+    check_compiles_whole,
+    check_exact_modes,
+    check_half_precision,
+    check_interleaved,
+    check_tiles,
+    decoded,
+    reference,
+)
 from tests.decoding.harness import latents_of
 from tests.decoding.tiled_reference import tiled
 from tests.decoding.tiny_models import cosmos as model
-
-
-def reference(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return vae.decode(latents).sample
 
 
 # A picture, one later frame alone, and enough frames for attention over time to look back across passes.
@@ -118,35 +121,16 @@ def test_normalized_latents_are_decoded_as_the_cosmos_pipelines_do(statistics: i
 
 
 def test_interleaved_decodes_do_not_touch_each_other() -> None:
-    vae = model()
-    family = CosmosFamily(vae, "tiny")
-    videos = [latents_of((1, 4, 4, 3, 4), seed) for seed in (1, 2)]
-    with torch.inference_mode():
-        alone = [vae.decode(video).sample for video in videos]
-        passes = zip(*(family.decode(video, 1) for video in videos), strict=True)
-        mixed = [torch.cat(parts, 2) for parts in zip(*passes, strict=True)]
-    for expected, actual in zip(alone, mixed, strict=True):
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    check_interleaved(model(), [latents_of((1, 4, 4, 3, 4), seed) for seed in (1, 2)])
 
 
 def test_half_precision_is_no_further_off_than_diffusers() -> None:
-    vae, latents = model(), latents_of((1, 4, 3, 5, 7))
-    exact = reference(vae, latents)
-    vae.bfloat16()
-    family = CosmosFamily(vae, "tiny")
-    with torch.inference_mode():
-        ours = torch.cat(list(family.decode(latents.bfloat16(), 1)), dim=2).float()
-    theirs = reference(vae, latents.bfloat16()).float()
-    assert (ours - exact).abs().mean() <= 1.1 * (theirs - exact).abs().mean()
+    check_half_precision(model(), latents_of((1, 4, 3, 5, 7)))
 
 
 def test_the_decoder_compiles_whole() -> None:
     vae, latents = model(attention_resolutions=(), num_layers=0), latents_of((1, 4, 2, 3, 4))
-    family = CosmosFamily(vae, "tiny")
-    family.call_decoder = torch.compile(family.call_decoder, fullgraph=True, backend="eager")
-    with torch.inference_mode():
-        video = torch.cat(list(family.decode(latents, 1)), dim=2)
-    torch.testing.assert_close(video, reference(vae, latents), atol=1e-5, rtol=0)
+    check_compiles_whole(vae, latents, reference(vae, latents))
 
 
 def test_attention_over_time_does_not_care_how_positions_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,18 +138,6 @@ def test_attention_over_time_does_not_care_how_positions_are_grouped(monkeypatch
     whole = attention_over_time(query, key, value)
     monkeypatch.setattr("decode_service.decoding.attention.MAX_POSITIONS", 3)
     torch.testing.assert_close(attention_over_time(query, key, value), whole, atol=1e-6, rtol=0)
-
-
-class LargestTensor(TorchFunctionMode):
-    """Elements of the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if isinstance(output, torch.Tensor):
-            self.elements = max(self.elements, output.numel())
-        return output
 
 
 @pytest.mark.parametrize(("frames", "chunk"), [(1, 1), (3, 1), (3, 2)])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 from decode_service.decoding import attention
 from decode_service.decoding.attention import frame_causal_attention
@@ -17,14 +15,17 @@ from decode_service.decoding.families.hunyuan_video import HunyuanVideoFamily
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
 from decode_service.planning.temporal import FadedFrames
-from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
+from tests.decoding.family_checks import (
+    LargestTensor,
+    check_compiles_whole,
+    check_exact_modes,
+    check_half_precision,
+    check_tiles,
+    decoded,
+    reference,
+)
 from tests.decoding.harness import latents_of
 from tests.decoding.tiny_models import hunyuan_video as tiny
-
-
-def reference(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return vae.decode(latents).sample
 
 
 # 1, 2 and 3 frames, the longest clip that is decoded whole, and longer ones: with parts of 5 and 2 latent frames, with a
@@ -82,27 +83,7 @@ def test_denormalizing_is_what_the_pipeline_does() -> None:
 
 
 def test_half_precision_is_no_further_off_than_diffusers() -> None:
-    vae = tiny()
-    latents = latents_of((1, 4, 5, 7, 9))
-    exact = reference(vae, latents)
-    vae.bfloat16()
-    family = HunyuanVideoFamily(vae, "tiny")
-    with torch.inference_mode():
-        ours = torch.cat(list(family.decode(latents.bfloat16(), 1)), dim=2).float()
-    theirs = reference(vae, latents.bfloat16()).float()
-    assert (ours - exact).abs().max() <= 1.1 * (theirs - exact).abs().max()
-
-
-class LargestTensor(TorchFunctionMode):
-    """Elements of the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if isinstance(output, torch.Tensor):
-            self.elements = max(self.elements, output.numel())
-        return output
+    check_half_precision(tiny(), latents_of((1, 4, 5, 7, 9)))
 
 
 @pytest.mark.parametrize("frames", [1, 2, 4, 5])
@@ -156,11 +137,5 @@ def test_frame_causal_attention_is_masked_attention(limit: int, monkeypatch: pyt
 
 
 def test_the_decoder_compiles_whole() -> None:
-    """No graph break: neither the parts nor the attention hide anything from the compiler."""
-    vae = tiny()
-    latents = latents_of((1, 4, 3, 5, 6))
-    family = HunyuanVideoFamily(vae, "tiny")
-    compiled = torch.compile(family.call_decoder, fullgraph=True, backend="eager")
-    with torch.inference_mode():
-        x = vae.post_quant_conv(latents)
-        torch.testing.assert_close(compiled(x), family.call_decoder(x), atol=1e-5, rtol=0)
+    vae, latents = tiny(), latents_of((1, 4, 3, 5, 6))
+    check_compiles_whole(vae, latents, reference(vae, latents))

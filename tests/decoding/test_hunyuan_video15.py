@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import diffusers
 import pytest
 import torch
@@ -12,14 +10,16 @@ from decode_service.decoding.families.hunyuan_video15 import HunyuanVideo15Famil
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
 from decode_service.planning.temporal import CausalFrames
-from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
+from tests.decoding.family_checks import (
+    check_compiles_whole,
+    check_exact_modes,
+    check_half_precision,
+    check_tiles,
+    decoded,
+    reference,
+)
 from tests.decoding.harness import latents_of
 from tests.decoding.tiny_models import hunyuan_video15 as tiny
-
-
-def reference(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return vae.decode(latents).sample
 
 
 @pytest.mark.parametrize("frames", [1, 2, 4])
@@ -77,15 +77,7 @@ def test_denormalizing_is_what_the_pipeline_does() -> None:
 
 
 def test_half_precision_is_no_further_off_than_diffusers() -> None:
-    vae = tiny()
-    latents = latents_of((1, 4, 3, 7, 9))
-    exact = reference(vae, latents)
-    vae.bfloat16()
-    family = HunyuanVideo15Family(vae, "tiny")
-    with torch.inference_mode():
-        ours = torch.cat(list(family.decode(latents.bfloat16(), 1)), dim=2).float()
-    theirs = reference(vae, latents.bfloat16()).float()
-    assert (ours - exact).square().mean() <= 1.1**2 * (theirs - exact).square().mean()
+    check_half_precision(tiny(), latents_of((1, 4, 3, 7, 9)))
 
 
 def test_planning_knows_the_released_model() -> None:
@@ -102,9 +94,5 @@ def test_planning_knows_the_released_model() -> None:
 
 
 def test_the_decoder_compiles_whole() -> None:
-    vae = tiny()
-    latents = latents_of((1, 4, 3, 5, 6))
-    family = HunyuanVideo15Family(vae, "tiny")
-    compiled = torch.compile(family.call_decoder, fullgraph=True, backend="eager")
-    with torch.inference_mode():
-        torch.testing.assert_close(compiled(latents), family.call_decoder(latents), atol=1e-5, rtol=0)
+    vae, latents = tiny(), latents_of((1, 4, 3, 5, 6))
+    check_compiles_whole(vae, latents, reference(vae, latents))

@@ -13,15 +13,10 @@ from decode_service.errors import ConfigError
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
 from decode_service.planning.temporal import SegmentFrames
-from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
+from tests.decoding.family_checks import check_exact_modes, check_interleaved, check_tiles, decoded, reference
 from tests.decoding.harness import latents_of
 from tests.decoding.tiled_reference import tiled
 from tests.decoding.tiny_models import kvae_video as model
-
-
-def reference(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return vae.decode(latents).sample
 
 
 @pytest.mark.parametrize(("frames", "ranks"), [(1, (2, 3)), (2, (2, 3)), (6, (2, 3)), (11, (3,))])
@@ -101,15 +96,7 @@ def test_latents_are_decoded_as_the_encoder_gives_them() -> None:
 
 
 def test_interleaved_decodes_do_not_touch_each_other() -> None:
-    vae = model()
-    family = KVAEVideoFamily(vae, "tiny")
-    videos = [latents_of((1, 4, 7, 2, 3), seed) for seed in (1, 2)]
-    alone = [reference(vae, video) for video in videos]
-    with torch.inference_mode():
-        passes = zip(*(family.decode(video, 1) for video in videos), strict=True)
-        mixed = [torch.cat(parts, 2) for parts in zip(*passes, strict=True)]
-    for expected, actual in zip(alone, mixed, strict=True):
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    check_interleaved(model(), [latents_of((1, 4, 7, 2, 3), seed) for seed in (1, 2)])
 
 
 @pytest.mark.parametrize(("frames", "kept"), [(5, 0), (9, 1)])

@@ -8,7 +8,7 @@ import torch
 
 from decode_service.decoding.families.magvit import MagvitFamily, with_shared_weights
 from decode_service.planning.spec import StrideTiles
-from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
+from tests.decoding.family_checks import check_exact_modes, check_interleaved, check_tiles, decoded, reference
 from tests.decoding.harness import latents_of
 from tests.decoding.tiny_models import magvit as model
 
@@ -20,8 +20,7 @@ VARIANTS = {"statistics of a frame": True, "statistics of a pass": False}
 @pytest.mark.parametrize("frames", [1, 2, 3, 5])
 def test_exact_modes_give_the_video_of_diffusers(frames: int, variant: str) -> None:
     vae, latents = model(VARIANTS[variant]), latents_of((1, 4, frames, 7, 9))
-    with torch.inference_mode():
-        expected = vae.decode(latents).sample
+    expected = reference(vae, latents)
     check_exact_modes(vae, latents, expected)
     rule = MagvitFamily(vae, "tiny").spec.frame_rule
     assert rule is not None and rule.frames(frames) == expected.shape[2] == 1 + 4 * (frames - 1)
@@ -31,8 +30,7 @@ def test_exact_modes_give_the_video_of_diffusers(frames: int, variant: str) -> N
 @pytest.mark.parametrize("chunk", [1, 2, 3, 100])
 def test_any_chunk_gives_the_same_video(chunk: int, variant: str) -> None:
     vae, latents = model(VARIANTS[variant]), latents_of((1, 4, 5, 4, 5))
-    with torch.inference_mode():
-        expected = vae.decode(latents).sample
+    expected = reference(vae, latents)
     plan, video = decoded(vae, latents, "direct", chunk=chunk)
     assert plan.chunk == (chunk if VARIANTS[variant] else 1)
     torch.testing.assert_close(video, expected, atol=1e-5, rtol=0)
@@ -42,8 +40,7 @@ def test_any_chunk_gives_the_same_video(chunk: int, variant: str) -> None:
 def test_tiles_give_the_tiled_video_of_diffusers(frames: int) -> None:
     vae, latents = model(), latents_of((1, 4, frames, 11, 13))
     vae.enable_tiling(TILES.size_px, TILES.size_px, None, TILES.stride_px, TILES.stride_px)
-    with torch.inference_mode():
-        expected = vae.decode(latents).sample
+    expected = reference(vae, latents)
     vae.disable_tiling()
     check_tiles(vae, latents, expected, tiles=TILES)
 
@@ -58,16 +55,7 @@ def test_normalized_latents_are_decoded_as_the_easyanimate_pipeline_does() -> No
 
 def test_interleaved_decodes_do_not_touch_each_other_nor_the_model() -> None:
     vae = model()
-    family = MagvitFamily(vae, "tiny")
-    videos = [latents_of((1, 4, 4, 4, 5), seed) for seed in (1, 2)]
-    with torch.inference_mode():
-        alone = [vae.decode(video).sample for video in videos]
-        abandoned = family.decode(videos[0], 1)
-        next(abandoned)
-        passes = zip(*(family.decode(video, 2) for video in videos), strict=True)
-        mixed = [torch.cat(parts, 2) for parts in zip(*passes, strict=True)]
-    for expected, actual in zip(alone, mixed, strict=True):
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    check_interleaved(vae, [latents_of((1, 4, 4, 4, 5), seed) for seed in (1, 2)], chunk=2)
     assert all(getattr(module, "prev_features", None) is None for module in vae.modules())
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from decode_service.decoding.families.mochi import MochiFamily
 from decode_service.planning.spec import StrideTiles
-from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
+from tests.decoding.family_checks import check_exact_modes, check_interleaved, check_tiles, decoded, reference
 from tests.decoding.harness import latents_of
 from tests.decoding.models import STATISTICS
 from tests.decoding.tiny_models import mochi as model
@@ -23,8 +23,7 @@ TILES = StrideTiles(32, 24)
 @pytest.mark.parametrize("frames", [1, 2, 3, 5])
 def test_exact_modes_give_the_video_of_diffusers(frames: int) -> None:
     vae, latents = model(), latents_of((1, 4, frames, 7, 9))
-    with torch.inference_mode():
-        expected = vae.decode(latents).sample
+    expected = reference(vae, latents)
     check_exact_modes(vae, latents, expected)
     rule = MochiFamily(vae, "tiny").spec.frame_rule
     assert rule is not None and rule.frames(frames) == expected.shape[2] == 1 + 6 * (frames - 1)
@@ -33,8 +32,7 @@ def test_exact_modes_give_the_video_of_diffusers(frames: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 2, 3, 100])
 def test_any_chunk_gives_the_same_video(chunk: int) -> None:
     vae, latents = model(), latents_of((1, 4, 5, 4, 5))
-    with torch.inference_mode():
-        expected = vae.decode(latents).sample
+    expected = reference(vae, latents)
     plan, video = decoded(vae, latents, "direct", chunk=chunk)
     assert plan.chunk == chunk
     torch.testing.assert_close(video, expected, atol=1e-5, rtol=0)
@@ -46,8 +44,7 @@ def test_any_chunk_gives_the_same_video(chunk: int) -> None:
 def test_tiles_give_the_tiled_video_of_diffusers(frames: int) -> None:
     vae, latents = model(), latents_of((1, 4, frames, 11, 13))
     vae.enable_tiling(TILES.size_px, TILES.size_px, TILES.stride_px, TILES.stride_px)
-    with torch.inference_mode():
-        expected = vae.decode(latents).sample
+    expected = reference(vae, latents)
     vae.disable_tiling()
     check_tiles(vae, latents, expected, tiles=TILES)
 
@@ -68,15 +65,7 @@ def test_normalized_latents_are_decoded_as_the_mochi_pipeline_does() -> None:
 
 
 def test_interleaved_decodes_do_not_touch_each_other() -> None:
-    vae = model()
-    family = MochiFamily(vae, "tiny")
-    videos = [latents_of((1, 4, 4, 4, 5), seed) for seed in (1, 2)]
-    with torch.inference_mode():
-        alone = [vae.decode(video).sample for video in videos]
-        passes = zip(*(family.decode(video, 2) for video in videos), strict=True)
-        mixed = [torch.cat(parts, 2) for parts in zip(*passes, strict=True)]
-    for expected, actual in zip(alone, mixed, strict=True):
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    check_interleaved(model(), [latents_of((1, 4, 4, 4, 5), seed) for seed in (1, 2)], chunk=2)
 
 
 def test_convolutions_of_long_clips_are_cut_in_time_and_still_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +82,7 @@ def test_convolutions_of_long_clips_are_cut_in_time_and_still_exact(monkeypatch:
         return torch.cat([nn.Conv3d.forward(self, part) for part in parts], dim=2)
 
     vae, latents = model(), latents_of((1, 4, 4, 5, 7))
-    with torch.inference_mode():
-        expected = vae.decode(latents).sample
+    expected = reference(vae, latents)
     monkeypatch.setattr(CogVideoXSafeConv3d, "forward", cut)
     for mode in ("spatial_shard_height", "spatial_shard_width"):
         _, video = decoded(vae, latents, mode, ranks=2, chunk=3)

@@ -18,7 +18,7 @@ from decode_service.errors import ConfigError, InvalidLatentsError, UnsupportedM
 from decode_service.planning.plan import PixelFormat
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
-from tests.decoding.family_checks import check_exact_modes, decoded
+from tests.decoding.family_checks import check_exact_modes, decoded, reference
 from tests.decoding.harness import latents_of
 from tests.decoding.tiny_models import RAE_CELLS as CELLS
 from tests.decoding.tiny_models import RAE_CHANNELS as CHANNELS
@@ -26,11 +26,6 @@ from tests.decoding.tiny_models import RAE_PATCH as PATCH
 from tests.decoding.tiny_models import rae as model
 
 CPU = torch.device("cpu")
-
-
-def reference(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return vae.decode(latents).sample
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from decode_service.decoding.families.vidtok import VidTokFamily
 from decode_service.decoding.loading import ModelSource, load_family
@@ -15,7 +14,15 @@ from decode_service.errors import ConfigError, InvalidLatentsError, InvalidReque
 from decode_service.planning.planner import Policy, make_plan, validate_denormalize
 from decode_service.planning.spec import StrideTiles
 from decode_service.planning.temporal import CausalFrames, GroupedFrames
-from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
+from tests.decoding.family_checks import (
+    LargestTensor,
+    check_compiles_whole,
+    check_exact_modes,
+    check_half_precision,
+    check_interleaved,
+    check_tiles,
+    decoded,
+)
 from tests.decoding.harness import latents_of
 from tests.decoding.tiled_reference import tiled
 from tests.decoding.tiny_models import vidtok as model
@@ -144,16 +151,13 @@ def test_a_quantized_model_decodes_its_codes(tmp_path: Path) -> None:
 
 
 def test_nothing_is_kept_on_the_model() -> None:
+    def clean(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        video = reference(vae, latents)
+        vae._empty_causal_cached(vae)
+        return video
+
     vae = model()
-    family = VidTokFamily(vae, "tiny")
-    videos = [latents_of((1, 4, 4, 3, 4), seed) for seed in (1, 2)]
-    alone = [reference(vae, video) for video in videos]
-    vae._empty_causal_cached(vae)
-    with torch.inference_mode():
-        passes = zip(*(family.decode(video, 1) for video in videos), strict=True)
-        mixed = [torch.cat(parts, 2) for parts in zip(*passes, strict=True)]
-    for expected, actual in zip(alone, mixed, strict=True):
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    check_interleaved(vae, [latents_of((1, 4, 4, 3, 4), seed) for seed in (1, 2)], clean)
     assert all(getattr(module, "causal_cache", None) is None for module in vae.modules())
 
 
@@ -168,26 +172,7 @@ def test_normalized_latents_are_refused() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_half_precision_is_no_further_off_than_diffusers(causal: bool) -> None:
-    vae, latents = model(is_causal=causal), latents_of((1, 4, 4, 4, 5))
-    exact = reference(vae, latents)
-    vae.bfloat16()
-    family = VidTokFamily(vae, "tiny")
-    with torch.inference_mode():
-        ours = torch.cat(list(family.decode(latents.bfloat16(), 1)), dim=2).float()
-    theirs = reference(vae, latents.bfloat16()).float()
-    assert (ours - exact).abs().mean() <= 1.1 * (theirs - exact).abs().mean()
-
-
-class LargestTensor(TorchFunctionMode):
-    """Elements of the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if isinstance(output, torch.Tensor):
-            self.elements = max(self.elements, output.numel())
-        return output
+    check_half_precision(model(is_causal=causal), latents_of((1, 4, 4, 4, 5)), reference)
 
 
 @pytest.mark.parametrize(("causal", "frames", "chunk"), [(True, 1, 1), (True, 4, 1), (True, 4, 3), (False, 4, 1)])
@@ -204,8 +189,4 @@ def test_no_operand_is_larger_than_planned(causal: bool, frames: int, chunk: int
 
 def test_the_decoder_compiles_whole() -> None:
     vae, latents = model(ch_mult=[1, 1, 1], tempo_ds=[1, 0], num_res_blocks=0), latents_of((1, 4, 2, 2, 3))
-    family = VidTokFamily(vae, "tiny")
-    family.call_decoder = torch.compile(family.call_decoder, fullgraph=True, backend="eager")
-    with torch.inference_mode():
-        video = torch.cat(list(family.decode(latents, 1)), dim=2)
-    torch.testing.assert_close(video, reference(vae, latents), atol=1e-5, rtol=0)
+    check_compiles_whole(vae, latents, reference(vae, latents))

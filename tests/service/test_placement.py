@@ -7,33 +7,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray
 from ray import serve
 
 from decode_service.app import deployment_options
 from decode_service.config import ServiceConfig
-
-from .conftest import ROOT, free_port
+from tests.ray_cluster import two_gpus_on_paper
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(200)]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "clients" / "python")])
-    ray.init(
-        address="local",
-        num_cpus=2,
-        num_gpus=2,
-        include_dashboard=False,
-        object_store_memory=200 << 20,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": paths}},
-    )
-    serve.start(http_options={"host": "127.0.0.1", "port": free_port()})
-    yield
-    serve.shutdown()
-    ray.shutdown()
+    with two_gpus_on_paper():
+        # Nobody asks over HTTP.
+        serve.start(proxy_location="Disabled")
+        yield
+        serve.shutdown()
 
 
 def test_each_rank_has_a_gpu_and_the_replica_none(cluster: None) -> None:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from decode_client.wire import DecodeRequest, OutputSpec, WireTensor, pack_request, unpack_tensor_reply
 
-from .conftest import PROXIES, ROOT, ServeProcess, is_running, serve_run
+from decode_service.demo import DEMO_VAE_DIR
+from local_service import DEFAULT_CONFIG
+
+from .conftest import PROXIES, ServeProcess, serve_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
-
-CONFIG = ROOT / "deploy" / "config.yaml"
-DEMO = ROOT / "decode_service" / "demo" / "vae"
 
 
 def request_for(latents: np.ndarray, mode: str) -> DecodeRequest:
@@ -35,7 +35,7 @@ def request_for(latents: np.ndarray, mode: str) -> DecodeRequest:
 def decode(server: ServeProcess, latents: np.ndarray, mode: str) -> np.ndarray:
     """Float pixels (B, C, F, H, W) over HTTP."""
     reply = server.request("/decode", pack_request(request_for(latents, mode)))
-    assert reply.status == 200, (reply.body[:500], server.tail())
+    assert reply.status == 200, (reply.body[:500], server.log_tail())
     fields = unpack_tensor_reply(reply.body)
     assert fields["plan"]["mode"] == mode
     return fields["pixels"].carrier()
@@ -44,7 +44,7 @@ def decode(server: ServeProcess, latents: np.ndarray, mode: str) -> np.ndarray:
 @pytest.mark.parametrize("proxy", PROXIES)
 def test_serve_run_answers_probes_decodes_and_survives_a_killed_rank(proxy: str, tmp_path: Path) -> None:
     """One server for all of it, because it takes half a minute to start."""
-    with serve_run(CONFIG, proxy, tmp_path) as server:
+    with serve_run(DEFAULT_CONFIG, proxy, tmp_path) as server:
         # Long before the model is loaded, somebody answers; and says that it isn't ready.
         server.wait_for("/healthz", 200)
         server.wait_for("/readyz", 503)
@@ -58,7 +58,7 @@ def test_serve_run_answers_probes_decodes_and_survives_a_killed_rank(proxy: str,
         assert server.request("/readyz").json()["applications"] == {"demo": "ready", "healthz": "ready"}
 
         # The pixels are those of diffusers, on one rank and on both.
-        vae = diffusers.AutoencoderKLWan.from_pretrained(DEMO, torch_dtype=torch.float32)
+        vae = diffusers.AutoencoderKLWan.from_pretrained(DEMO_VAE_DIR, torch_dtype=torch.float32)
         latents = np.random.default_rng(1).standard_normal((1, 16, 2, 18, 20), np.float32)
         with torch.inference_mode():
             expected = vae.decode(torch.from_numpy(latents)).sample.numpy()
@@ -87,7 +87,7 @@ def test_serve_run_answers_probes_decodes_and_survives_a_killed_rank(proxy: str,
         server.wait_for("/readyz", 200, limit_s=10)
         assert time.monotonic() - began < 60
         assert len(server.ranks()) == 2
-        assert not any(map(is_running, ranks))
+        assert not set(ranks) & set(server.ranks())
 
         shown = server.request("/v1/models/demo").json()
         assert shown["state"] == "ready"
