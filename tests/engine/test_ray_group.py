@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from decode_service.config import ServiceConfig
 from decode_service.engine.engine import DecodeEngine
