@@ -152,6 +152,23 @@ class TileConfig(Section):
         return self
 
 
+class BatchConfig(Section):
+    """Decoding requests of one shape that wait for a rank in one pass, where that was measured to be faster.
+
+    Off by default, because the bytes of a reply then depend on what else waited (within 1e-5 in float32), and because for
+    frames of ordinary size one pass of several takes as long as one after the other.
+
+    Attributes:
+        max_items: requests that one pass takes at most. With more than 1 the engine measures at the start up to which size
+            of frames passes of so many, and of two, take less time and give the same pixels, for about ``calibration.seconds``.
+        window_ms: how long a request may wait, although a rank is idle, for others to come; what is behind it in the queue
+            waits with it. 0: only what waits anyway is decoded together.
+    """
+
+    max_items: int = Field(default=1, ge=1, le=64)
+    window_ms: float = Field(default=0.0, ge=0, le=10_000)
+
+
 class PolicyConfig(Section):
     """How requests are planned.
 
@@ -167,6 +184,7 @@ class PolicyConfig(Section):
             predicted to be as fast as any that fits the memory, and is 1 where no times are predicted.
         collect: default of the request's ``collect``.
         tile: tile geometry; None takes the family's own.
+        batch: decoding several requests in one pass.
         memory_budget_bytes: what a plan may need of a rank's memory, weights included; None takes nine tenths of a CUDA
             device, and sets no limit on the CPU.
     """
@@ -178,6 +196,7 @@ class PolicyConfig(Section):
     chunk: int | None = Field(default=None, ge=1)
     collect: Literal["shards", "rank0", "broadcast"] = "shards"
     tile: TileConfig | None = None
+    batch: BatchConfig = BatchConfig()
     memory_budget_bytes: int | None = Field(default=None, ge=1)
 
 

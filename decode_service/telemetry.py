@@ -23,7 +23,7 @@ class RayMetrics:
     def __init__(self, model: str) -> None:
         self._seconds = metrics.Histogram(
             DECODE_SECONDS,
-            description="Seconds that the ranks took to decode a request, without queue and transfer.",
+            description="Seconds that the ranks took to decode a request, or the pass that it shared, without queue and transfer.",
             boundaries=SECONDS,
             tag_keys=("model", "mode"),
         )

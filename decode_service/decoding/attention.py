@@ -54,13 +54,14 @@ class QueryBlocks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def query_blocks(latent_shape: Sequence[int]) -> AbstractContextManager[Any]:
-    """``QueryBlocks`` where attention over all positions of ``latent_shape`` (B,C,T,H,W) would be beyond the bound.
+def query_blocks(latent_shape: Sequence[int], items: int = 1) -> AbstractContextManager[Any]:
+    """``QueryBlocks`` where attention over all positions of ``latent_shape`` (B,C,T,H,W) would be beyond the bound,
+    of ``items`` at once.
 
     Smaller decodes are spared its look at every operation.
     """
     tokens = math.prod(latent_shape[2:])
-    return QueryBlocks() if tokens**2 > MAX_SCORES else contextlib.nullcontext()
+    return QueryBlocks() if items * tokens**2 > MAX_SCORES else contextlib.nullcontext()
 
 
 def attention_in_blocks(

@@ -55,6 +55,7 @@ class RankPart:
         timings_ms: time by stage.
         compiled: whether all calls of the decoder ran compiled; None if this rank made none that could.
         measured: what was found out about calls met for the first time, where it was told to measure.
+        finite_items: ``finite`` of each item, where they were decoded together.
     """
 
     array: np.ndarray | None
@@ -63,6 +64,7 @@ class RankPart:
     timings_ms: dict[str, float]
     compiled: bool | None
     measured: tuple[BucketMeasurement, ...] = ()
+    finite_items: tuple[bool, ...] = ()
 
 
 class RankDecoder:
@@ -202,6 +204,7 @@ class RankDecoder:
         pixels: PixelFormat,
         arrangement: Arrangement | None = None,
         conditioning: Conditioning | None = None,
+        seeds: Sequence[int] = (),
         precision: str | None = None,
         eager: bool = False,
         measure: bool = False,
@@ -215,6 +218,7 @@ class RankDecoder:
             pixels: dtype and range of the result.
             arrangement: how the latents come into ``plan.latent_shape``; None where they have it.
             conditioning: timestep and noise, for decoders that take them; None for their defaults, without noise.
+            seeds: of the noise of each item, where they are several requests'; otherwise one seed is for the whole.
             precision: ``float32`` to run this decode with the weights cast up; None for the model's own dtype.
             eager: leave the compiled decoder aside for this decode.
             measure: compile and time what the decoder is called with for the first time, if it may be compiled at all.
@@ -239,6 +243,7 @@ class RankDecoder:
             pixels,
             arrangement,
             denormalize,
+            seeds,
             conditioning,
             self._noise_dtype,
         )
@@ -263,6 +268,7 @@ class RankDecoder:
             if decoder.calls > calls
             else None,
             measured=decoder.take_measurements(),
+            finite_items=attempt.finite_items,
         )
 
     def _leave(self, plan: DecodePlan) -> None:
@@ -287,6 +293,7 @@ class _Attempt:
         pixels: PixelFormat,
         arrangement: Arrangement | None,
         denormalize: bool,
+        seeds: Sequence[int],
         conditioning: Conditioning | None,
         noise_dtype: torch.dtype,
     ) -> None:
@@ -297,10 +304,13 @@ class _Attempt:
         self._pixels = pixels
         self._arrangement = arrangement
         self._denormalize = denormalize
+        self._seeds = seeds
         self._conditioning = conditioning
         self._noise_dtype = noise_dtype
-        self._finite = torch.ones((), dtype=torch.bool, device=device)
+        # One value for each item of a pass.
+        self._finite = torch.ones(plan.together, dtype=torch.bool, device=device)
         self.finite = True
+        self.finite_items: tuple[bool, ...] = ()
         self.digest = ""
         self.timings_ms: dict[str, float] = {}
 
@@ -319,7 +329,9 @@ class _Attempt:
         with self._timed("collect"):
             part = self._collect(part)
         with self._timed("to_host"):
-            self.finite = bool(self._finite)
+            self.finite = bool(self._finite.all())
+            if self._plan.together > 1:
+                self.finite_items = tuple(self._finite.tolist())
             if part is None:
                 return None
             array = to_numpy(part)
@@ -350,8 +362,11 @@ class _Attempt:
             x = x.unsqueeze(2)
         if conditioning is None or conditioning.noise_scale == 0:
             return self._family.denormalize(x) if self._denormalize else x
-        generator = torch.Generator("cpu").manual_seed(conditioning.seed)
-        noise = torch.randn(x.shape, generator=generator, dtype=self._noise_dtype).to(x.device, x.dtype)
+        noises = []
+        for seed, part in zip(self._seeds or [conditioning.seed], x.split(1) if self._seeds else [x], strict=True):
+            generator = torch.Generator("cpu").manual_seed(seed)
+            noises.append(torch.randn(part.shape, generator=generator, dtype=self._noise_dtype))
+        noise = torch.cat(noises).to(x.device, x.dtype)
         return self._family.noised(x, noise, conditioning.noise_scale, denormalize=self._denormalize)
 
     def _as_sent(self, array: np.ndarray) -> np.ndarray:
@@ -398,12 +413,14 @@ class _Attempt:
         )
         out = torch.empty(pixel_shape(extents, wanted), dtype=TORCH_DTYPES[wanted.dtype], device=self._device)
         frame_dim = 1 if wanted.dtype == "uint8" else 2
-        for item in range(batch):
+        # One by one, but where the plan takes items of several requests together.
+        at_once = self._plan.together
+        for item in range(0, batch, at_once):
             start = 0
-            for pixels_BCFHW in self._passes(latents_BCTHW[item : item + 1], frame):
+            for pixels_BCFHW in self._passes(latents_BCTHW[item : item + at_once], frame):
                 converted = self._convert(pixels_BCFHW)
                 frames = converted.shape[frame_dim]
-                out[item : item + 1].narrow(frame_dim, start, frames).copy_(converted)
+                out[item : item + at_once].narrow(frame_dim, start, frames).copy_(converted)
                 start += frames
         return out
 
@@ -412,14 +429,14 @@ class _Attempt:
         passes = self._family.decode(latents_BCTHW, self._plan.chunk)
         while True:
             # The whole frame's shape: keys and values are those of all bands.
-            with query_blocks(self._plan.latent_shape), frame or contextlib.nullcontext():
+            with query_blocks(self._plan.latent_shape, self._plan.together), frame or contextlib.nullcontext():
                 pixels_BCFHW = next(passes, None)
             if pixels_BCFHW is None:
                 return
             yield pixels_BCFHW
 
     def _convert(self, pixels_BCFHW: torch.Tensor) -> torch.Tensor:
-        self._finite &= torch.isfinite(pixels_BCFHW).all()
+        self._finite &= torch.isfinite(pixels_BCFHW).flatten(1).all(1)
         in_range = self._family.to_unit_range if self._pixels.range == "unit" else self._family.to_model_range
         return convert(in_range(pixels_BCFHW), self._pixels)
 

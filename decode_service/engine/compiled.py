@@ -28,6 +28,11 @@ class Compiled:
         """Whether compilation has failed as a whole."""
         return self._off is not None
 
+    @property
+    def any(self) -> bool:
+        """Whether any call of the decoder runs compiled."""
+        return bool(self._in_use)
+
     def add(self, ranks: Sequence[int], parts: Sequence[RankPixels]) -> None:
         """Note what ``ranks`` have measured in a run."""
         for rank, part in zip(ranks, parts, strict=True):

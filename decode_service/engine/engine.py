@@ -14,11 +14,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from decode_client.wire import WireTensor
 
 from decode_service.config import ServiceConfig
+from decode_service.engine.batching import Batching, key_of
 from decode_service.engine.compiled import Compiled
 from decode_service.engine.plans import Plans, Replan, needs_all_ranks, pixel_bytes
 from decode_service.engine.predictions import Predictions
@@ -28,13 +30,14 @@ from decode_service.engine.protocol import (
     DecodeOutcome,
     RankError,
     RankGroup,
+    RankPixels,
     RankTask,
     Readiness,
 )
 from decode_service.engine.recovery import Recovery
 from decode_service.engine.retries import Retries
 from decode_service.engine.runs import Run, outcome_of
-from decode_service.engine.scheduler import Gang, Scheduler
+from decode_service.engine.scheduler import Gang, Scheduler, Together
 from decode_service.engine.startup import StartUp
 from decode_service.engine.status import Status
 from decode_service.errors import (
@@ -45,12 +48,16 @@ from decode_service.errors import (
 from decode_service.planning.conditioning import conditioning_of
 from decode_service.planning.geometry import describe_geometry
 from decode_service.planning.layouts import Layout, arrange, layouts
-from decode_service.planning.load import Load
+from decode_service.planning.load import Load, full
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import validate_denormalize
 from decode_service.planning.spec import ModelSpec
 
 logger = logging.getLogger("decode_service.engine")
+
+
+class _TogetherFailedError(Exception):
+    """A pass of several requests failed. Whose fault it was is not known, so each is decoded alone."""
 
 
 class DecodeEngine:
@@ -72,6 +79,7 @@ class DecodeEngine:
         self._predictions = Predictions()
         self._plans = Plans(config, group.size, self._predictions)
         self._compiled = Compiled(group, self._status)
+        self._batching = Batching(config.policy.batch, self._plans)
         self._recovery = Recovery(
             group,
             self._scheduler,
@@ -85,6 +93,7 @@ class DecodeEngine:
             self._plans,
             self._predictions,
             self._compiled,
+            self._batching,
             self._scheduler,
             self._recovery,
             self._status,
@@ -162,6 +171,7 @@ class DecodeEngine:
             "compile": self._compiled.describe(self._description["compile"]["reason"], cold=self._startup.cold),
             "self_test": dict(self._startup.self_test),
             **self._predictions.describe(),
+            "batching": self._batching.describe(),
             "warm_shapes": [list(shape) for shape in self._startup.warm_shapes],
             "state": self._status.state,
             "warnings": list(self._status.warnings),
@@ -231,6 +241,8 @@ class DecodeEngine:
             may_change_plan=not (strict and forced),
             caller=job.caller,
             replan=self._plans.replan(plan, **wishes),
+            # Who forces a mode wants the same bytes every time.
+            joins=job.mode == "auto",
         )
         self._predictions.observe(self.spec, run, pixel_bytes=wishes["pixel_bytes"])
         self._tell_observer(run)
@@ -272,16 +284,19 @@ class DecodeEngine:
         admitted: bool = False,
         caller: str = "",
         replan: Replan | None = None,
+        joins: bool = False,
     ) -> Run:
         """Run ``task``, with one retry for each kind of failure that a retry can help.
 
         ``admitted`` is for the engine's own decodes, which no bound on requests may stop. ``replan`` makes the plan anew
-        when the ranks are there.
+        when the ranks are there. ``joins`` is whether its first attempt may be one pass with other requests.
 
         Raises:
             DecodeServiceError: if it can't be decoded.
         """
         retries = Retries(self._plans, may_change_plan=may_change_plan)
+        # What runs compiled was compiled for one item.
+        joins = joins and self._batching.active and not self._compiled.any
 
         def asks_for_all_ranks(load: Load) -> bool:
             nonlocal task
@@ -292,6 +307,7 @@ class DecodeEngine:
         def decided() -> RankTask:
             return task
 
+        failed_together = False
         while True:
             error: RankError | None = None
             try:
@@ -301,10 +317,15 @@ class DecodeEngine:
                     gang=needs_all_ranks(task.plan) if replan is None else asks_for_all_ranks,
                     caller=caller,
                     deadline=deadline,
-                    admitted=admitted or retries.any,
+                    admitted=admitted or retries.any or failed_together,
+                    alone=None if not joins else task.plan if replan is None else replan(full(self._group.size)),
                 )
             except RankError as raised:
                 error = raised
+            except _TogetherFailedError:
+                failed_together = True
+                await self._recovery.done(deadline)
+                continue
             # Outside the except block, so that nothing of the failed attempt is held while the next one runs.
             if error is None:
                 if run.finite:
@@ -326,16 +347,17 @@ class DecodeEngine:
         caller: str,
         deadline: float | None,
         admitted: bool,
+        alone: DecodePlan | None,
     ) -> Run:
-        """Queue a run. ``decided`` is asked for the task once ``gang`` has been."""
+        """Queue a run. ``decided`` is asked for the task once ``gang`` has been.
+
+        ``alone`` is how one rank decodes it; it may be decoded together with others so. None: it may not.
+        """
         submitted = time.monotonic()
 
         async def work(ranks: Sequence[int]) -> Run:
             task = decided()
-            if self._status.state == "closed":
-                raise NotReadyError("the service is shutting down")
-            if not self.healthy():
-                raise GroupFailedError("the group was given up; the replica is being replaced")
+            self._refuse_if_over()
             begun = time.monotonic()
             try:
                 parts = await self._group.run(task, latents, ranks)
@@ -344,18 +366,88 @@ class DecodeEngine:
                 self._recovery.ask(error, needs_all_ranks(task.plan))
                 raise
             self._compiled.add(ranks, parts)
-            put = max(part.timings_ms.get("put", 0.0) for part in parts)
-            decode = max(part.timings_ms.get("decode", 0.0) for part in parts)
-            wall = (time.monotonic() - begun) * 1e3
-            timings = {
-                "queue": (begun - submitted) * 1e3,
-                "put": put,
-                "decode": decode,
-                "collect": max(0.0, wall - put - decode),
-            }
-            return Run(task.plan, parts, timings)
+            return Run(task.plan, parts, _timings_ms(submitted, begun, parts))
 
-        pixels = decided().plan.output_pixels
         return await self._scheduler.run(
-            work, gang=gang, caller=caller, pixels=pixels, deadline=deadline, admitted=admitted
+            work,
+            gang=gang,
+            caller=caller,
+            pixels=decided().plan.output_pixels,
+            deadline=deadline,
+            admitted=admitted,
+            together=None if alone is None else self._together(_Member(decided, latents, submitted), alone),
         )
+
+    def _together(self, member: _Member, alone: DecodePlan) -> Together[Run] | None:
+        """How a request that one rank decodes as ``alone`` says can be decoded with others; None where it cannot."""
+        task = replace(member.decided(), plan=alone)
+        most = self._batching.most(alone, task.pixels)
+        if most < 2:
+            return None
+        key = key_of(task, member.latents)
+        return Together(key, most, member, self._work_together, self._batching.window_s)
+
+    async def _work_together(self, members: Sequence[_Member], ranks: Sequence[int]) -> list[Run]:
+        """Decode the requests of ``members`` in one pass.
+
+        Raises:
+            _TogetherFailedError: nothing was decoded, or it is unknown of which request that is the fault.
+        """
+        self._refuse_if_over()
+        begun = time.monotonic()
+        tasks = [member.decided() for member in members]
+        joined = await asyncio.to_thread(self._batching.join, tasks, [member.latents for member in members])
+        if joined is None:
+            raise _TogetherFailedError
+        task, latents = joined
+        failed = None
+        try:
+            parts = await self._group.run(task, latents, ranks)
+        except RankError as error:
+            self._recovery.ask(error, False)
+            failed = error
+        # Outside the except block, so that nothing of the failed attempt is held.
+        if failed is not None:
+            logger.warning("decoding requests %s one by one after: %s", task.request_id, failed)
+            self._batching.failed(task.plan, failed)
+            raise _TogetherFailedError
+        times = [_timings_ms(member.submitted, begun, parts) for member in members]
+        return self._batching.share(tasks[0], task, parts[0], times)
+
+    def _refuse_if_over(self) -> None:
+        """
+        Raises:
+            NotReadyError, GroupFailedError: if nothing may run any more.
+        """
+        if self._status.state == "closed":
+            raise NotReadyError("the service is shutting down")
+        if not self.healthy():
+            raise GroupFailedError("the group was given up; the replica is being replaced")
+
+
+@dataclass(frozen=True, eq=False)
+class _Member:
+    """What decoding a request together with others needs of it.
+
+    Attributes:
+        decided: its task, for the load at its start.
+        latents: as they were sent.
+        submitted: when it was queued, by ``time.monotonic()``.
+    """
+
+    decided: Callable[[], RankTask]
+    latents: WireTensor
+    submitted: float
+
+
+def _timings_ms(submitted: float, begun: float, parts: Sequence[RankPixels]) -> dict[str, float]:
+    """Where the time of a run went that was ``submitted`` and ``begun`` then, by ``time.monotonic()``, and ends now."""
+    put = max(part.timings_ms.get("put", 0.0) for part in parts)
+    decode = max(part.timings_ms.get("decode", 0.0) for part in parts)
+    wall = (time.monotonic() - begun) * 1e3
+    return {
+        "queue": (begun - submitted) * 1e3,
+        "put": put,
+        "decode": decode,
+        "collect": max(0.0, wall - put - decode),
+    }

@@ -7,7 +7,7 @@ before all turns. A plain data structure: it knows nothing of ranks, time or asy
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -82,6 +82,21 @@ class FairQueue(Generic[T]):
                     del self._lines[caller]
                 return
         raise ValueError("the entry is not in the queue")
+
+    def leading(self, alike: Callable[[T], bool]) -> Iterator[T]:
+        """What is ``alike`` and has nothing else of its caller before it: one of each caller, then the next of each.
+
+        Nothing urgent is among it.
+        """
+        lines = [iter(line) for line in self._lines.values()]
+        while lines:
+            going_on = []
+            for line in lines:
+                entry = next(line, None)
+                if entry is not None and alike(entry):
+                    yield entry
+                    going_on.append(line)
+            lines = going_on
 
     def newest(self, caller: str) -> T | None:
         """The entry of ``caller`` that would leave last, or None."""

@@ -190,6 +190,7 @@ class RankTask:
         request_id: for logs.
         arrangement: how the latents become those that the plan is made for, or None where they lie that way already.
         conditioning: the other inputs of decoders with timestep conditioning, or None for their defaults.
+        seeds: of the noise of each item, where ``plan.together`` are items of several requests; otherwise empty.
     """
 
     plan: DecodePlan
@@ -201,6 +202,7 @@ class RankTask:
     request_id: str = ""
     arrangement: Arrangement | None = None
     conditioning: Conditioning | None = None
+    seeds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,6 +216,7 @@ class RankPixels:
         timings_ms: the rank's own stages, and ``put`` for handing the latents to the ranks.
         compiled: whether all calls of the decoder ran compiled; None if this rank made none that could.
         measured: what was found out about calls of the decoder, with ``RankTask.measure``.
+        finite_items: ``finite`` of each item, where ``plan.together`` are several.
     """
 
     array: np.ndarray | None
@@ -222,6 +225,7 @@ class RankPixels:
     timings_ms: Mapping[str, float]
     compiled: bool | None
     measured: Sequence[BucketMeasurement] = ()
+    finite_items: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

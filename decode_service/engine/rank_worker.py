@@ -119,6 +119,7 @@ class RankWorker:
                 arrangement=task.arrangement,
                 denormalize=task.denormalize,
                 conditioning=task.conditioning,
+                seeds=task.seeds,
                 pixels=task.pixels,
                 precision=task.precision,
                 eager=task.eager,
@@ -130,7 +131,9 @@ class RankWorker:
             free_memory()
             return failure
         timings = {**part.timings_ms, "decode": (time.perf_counter() - begun) * 1e3}
-        return RankPixels(part.array, part.finite, part.digest, timings, part.compiled, part.measured)
+        return RankPixels(
+            part.array, part.finite, part.digest, timings, part.compiled, part.measured, part.finite_items
+        )
 
     def abort(self) -> None:
         """Make pending collectives fail soon. Callable from another thread, while ``decode`` runs."""

@@ -8,6 +8,9 @@ is next starts next: a gang job whose turn it is waits for all ranks, and nothin
 ranks that are idle. How long a small job takes is predicted at best, so it could not be promised that the gang job starts no
 later. So a job with k others of its caller before it waits for at most k + 1 turns of each other caller.
 
+Jobs of one rank that are alike can be carried out together, where the one whose turn it is says how (``Together``). Others
+join it out of turn, which costs those who wait no more than the time by which the whole takes longer than the one.
+
 Where the queue is full, a caller that has much in it gives way to one that has less.
 
 Pure asyncio: no Ray, no torch. All methods belong to one event loop.
@@ -17,10 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +38,25 @@ logger = logging.getLogger("decode_service.engine")
 T = TypeVar("T")
 Work = Callable[[Sequence[int]], Awaitable[T]]
 Gang = bool | Callable[[Load], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Together(Generic[T]):
+    """How a job can be carried out with others, on one rank.
+
+    Attributes:
+        key: jobs with equal keys can be.
+        most: how many at once.
+        member: what ``work`` is given of this job.
+        work: called with the members, in the order of their turns, and the rank; returns their results in the same order.
+        window_s: how long the job waits for others although a rank is idle.
+    """
+
+    key: Hashable
+    most: int
+    member: Any
+    work: Callable[[Sequence[Any], Sequence[int]], Awaitable[Sequence[T]]]
+    window_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -48,6 +72,8 @@ class _Ticket(Generic[T]):
         exclusive: whether it goes before everything that waits.
         started: whether it holds ranks.
         holds_all: whether it holds all of them.
+        together: how it can be carried out with others, or None.
+        queued_at: on the event loop's clock.
     """
 
     work: Work[T]
@@ -58,6 +84,8 @@ class _Ticket(Generic[T]):
     exclusive: bool = False
     started: bool = False
     holds_all: bool = False
+    together: Together[T] | None = None
+    queued_at: float = 0.0
 
 
 class Scheduler:
@@ -75,7 +103,7 @@ class Scheduler:
         self._size = ranks
         self._max_jobs = max_jobs
         self._queue: FairQueue[_Ticket[Any]] = FairQueue()
-        self._running: dict[asyncio.Task[None], _Ticket[Any]] = {}
+        self._running: dict[asyncio.Task[None], list[_Ticket[Any]]] = {}
         # Work runs in the context of the scheduler, not in that of the request that submitted it. Ray keeps the current
         # task in a context variable and cancels the children of a cancelled request: actor calls made in the request's
         # own context could be withdrawn from one rank and not from another, in the middle of a collective.
@@ -89,7 +117,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Jobs that hold ranks."""
-        return len(self._running)
+        return sum(len(tickets) for tickets in self._running.values())
 
     @property
     def callers(self) -> int:
@@ -109,6 +137,7 @@ class Scheduler:
         pixels: int = 1,
         deadline: float | None = None,
         admitted: bool = False,
+        together: Together[T] | None = None,
     ) -> T:
         """Queue ``work``, wait until it has run, and return its result.
 
@@ -124,6 +153,7 @@ class Scheduler:
             deadline: ``time.monotonic()`` after which nobody waits for the result, or None.
             admitted: whether this continues a job that was admitted before (a retry), or is the service's own: it goes
                 to the head of the queue, and the bound does not apply.
+            together: how it can be carried out with others, where it gets one rank. What is ``admitted`` never is.
 
         Raises:
             QueueFullError: if too many jobs wait or run: at once, or later, when it gives way to another caller's.
@@ -135,7 +165,9 @@ class Scheduler:
             raise DeadlineExceededError("the deadline passed before the ranks were asked", param="deadline_ms")
         if not admitted:
             self._make_room(caller)
-        ticket = self._submit(work, gang=gang, head=admitted, caller=caller, pixels=pixels)
+        ticket = self._submit(
+            work, gang=gang, head=admitted, caller=caller, pixels=pixels, together=None if admitted else together
+        )
         try:
             # wait() neither cancels nor unwraps what it waits for, so the job is shielded from both ways out.
             await asyncio.wait([ticket.result], timeout=timeout)
@@ -173,8 +205,11 @@ class Scheduler:
         exclusive: bool = False,
         caller: str = "",
         pixels: int = 1,
+        together: Together[T] | None = None,
     ) -> _Ticket[T]:
-        ticket = _Ticket(work, gang, asyncio.get_running_loop().create_future(), caller, pixels, exclusive)
+        loop = asyncio.get_running_loop()
+        ticket = _Ticket(work, gang, loop.create_future(), caller, pixels, exclusive)
+        ticket.together, ticket.queued_at = together, loop.time()
         # A failure of a job that nobody waits for any more is the engine's to log, not asyncio's.
         ticket.result.add_done_callback(lambda result: result.cancelled() or result.exception())
         if head:
@@ -197,7 +232,7 @@ class Scheduler:
         """
         if self.waiting + self.running < self._max_jobs:
             return
-        held = Counter(ticket.caller for ticket in (*self._queue, *self._running.values()))
+        held = Counter(ticket.caller for ticket in (*self._queue, *itertools.chain(*self._running.values())))
         for other, jobs in held.most_common():
             newest = self._queue.newest(other)
             if jobs < held[caller] + 2:
@@ -225,7 +260,7 @@ class Scheduler:
     def _start_what_fits(self) -> None:
         while self._idle and (ticket := self._queue.head()) is not None:
             try:
-                gang = ticket.gang if isinstance(ticket.gang, bool) else ticket.gang(self._load_beside(ticket))
+                gang = self._needs_all(ticket)
             except Exception as error:
                 # Nobody else may be kept waiting by it.
                 self._queue.pop()
@@ -234,32 +269,97 @@ class Scheduler:
             needed = self._size if gang else 1
             if len(self._idle) < needed:
                 return
+            if not gang and self._waits_for_others(ticket):
+                return
             self._queue.pop()
+            tickets = [ticket] if gang else [ticket, *self._joining(ticket)]
             ranks, self._idle = self._idle[:needed], self._idle[needed:]
-            ticket.started, ticket.holds_all = True, gang
-            task = asyncio.get_running_loop().create_task(self._carry_out(ticket, ranks), context=self._context)
-            self._running[task] = ticket
+            ticket.holds_all = gang
+            for each in tickets:
+                each.started = True
+            task = asyncio.get_running_loop().create_task(self._carry_out(tickets, ranks), context=self._context)
+            self._running[task] = tickets
+
+    def _needs_all(self, ticket: _Ticket[Any]) -> bool:
+        return ticket.gang if isinstance(ticket.gang, bool) else ticket.gang(self._load_beside(ticket))
+
+    def _alike(self, ticket: _Ticket[Any]) -> list[_Ticket[Any]]:
+        """What waits and could be carried out with ``ticket``, in the order in which it would join."""
+        how = ticket.together
+        if how is None:
+            return []
+
+        def alike(other: _Ticket[Any]) -> bool:
+            return other is ticket or (other.together is not None and other.together.key == how.key)
+
+        return [other for other in self._queue.leading(alike) if other is not ticket]
+
+    def _waits_for_others(self, ticket: _Ticket[Any]) -> bool:
+        """Whether ``ticket``, which could start, still waits for others to join it; then it is asked again in time."""
+        how = ticket.together
+        if how is None or how.window_s <= 0 or len(self._alike(ticket)) + 1 >= how.most:
+            return False
+        loop = asyncio.get_running_loop()
+        left_s = ticket.queued_at + how.window_s - loop.time()
+        if left_s <= 0:
+            return False
+        loop.call_later(left_s, self._start_what_fits, context=self._context)
+        return True
+
+    def _joining(self, ticket: _Ticket[Any]) -> list[_Ticket[Any]]:
+        """Take out of the queue what is carried out with ``ticket``, which was taken out before."""
+        how = ticket.together
+        if how is None or how.most < 2:
+            return []
+        alike = self._alike(ticket)
+        # What other ranks could begin at once is left to them.
+        most = min(how.most, math.ceil((len(alike) + 1) / len(self._idle)))
+        joining: list[_Ticket[Any]] = []
+        for other in alike:
+            if len(joining) + 1 >= most:
+                break
+            try:
+                if self._needs_all(other):
+                    break
+            except Exception:
+                # It is told so when its own turn comes.
+                break
+            joining.append(other)
+        for other in joining:
+            self._queue.remove(other)
+        return joining
 
     def _load_beside(self, ticket: _Ticket[Any]) -> Load:
         """What there is to do besides ``ticket``."""
         return Load.beside(
             ticket.pixels,
             waiting=(other.pixels for other in self._queue if other is not ticket and other.gang is not True),
-            running=(other.pixels for other in self._running.values() if not other.holds_all),
+            running=(sum(other.pixels for other in held) for held in self._running.values() if not held[0].holds_all),
         )
 
-    async def _carry_out(self, ticket: _Ticket[Any], ranks: list[int]) -> None:
+    async def _carry_out(self, tickets: list[_Ticket[Any]], ranks: list[int]) -> None:
+        first = tickets[0]
         try:
-            result = await ticket.work(ranks)
+            if len(tickets) == 1:
+                results = [await first.work(ranks)]
+            else:
+                assert first.together is not None
+                members = [ticket.together.member for ticket in tickets if ticket.together is not None]
+                results = list(await first.together.work(members, ranks))
+                if len(results) != len(tickets):
+                    raise RuntimeError(f"{len(tickets)} jobs were carried out together, with {len(results)} results")
         except asyncio.CancelledError:
             # Only the end of the event loop cancels this task.
-            ticket.result.cancel()
+            for ticket in tickets:
+                ticket.result.cancel()
             raise
         except Exception as error:
-            # The traceback holds the frames of the work, and with them the latents; the future would keep it alive.
-            ticket.result.set_exception(error.with_traceback(None))
+            for ticket in tickets:
+                # The traceback holds the frames of the work, and with them the latents; the future would keep it alive.
+                ticket.result.set_exception(error.with_traceback(None))
         else:
-            ticket.result.set_result(result)
+            for ticket, result in zip(tickets, results, strict=True):
+                ticket.result.set_result(result)
         finally:
             task = asyncio.current_task()
             assert task is not None

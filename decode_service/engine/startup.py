@@ -16,6 +16,7 @@ import numpy as np
 from decode_client.wire import WireTensor
 
 from decode_service.config import ServiceConfig
+from decode_service.engine.batching import Batching
 from decode_service.engine.compiled import Compiled
 from decode_service.engine.plans import Plans, needs_all_ranks
 from decode_service.engine.predictions import Predictions
@@ -45,6 +46,7 @@ class StartUp:
         plans: the model, and how its requests are planned; the self-test takes axes out of it.
         predictions: are calibrated, and learn from the warm-up.
         compiled: learns what the warm-up measures.
+        batching: is measured.
         scheduler: who runs on the ranks.
         recovery: mends the group.
         status: gets ``self_test``, ``warming``, and warnings.
@@ -62,6 +64,7 @@ class StartUp:
         plans: Plans,
         predictions: Predictions,
         compiled: Compiled,
+        batching: Batching,
         scheduler: Scheduler,
         recovery: Recovery,
         status: Status,
@@ -71,6 +74,7 @@ class StartUp:
         self._plans = plans
         self._predictions = predictions
         self._compiled = compiled
+        self._batching = batching
         self._scheduler = scheduler
         self._recovery = recovery
         self._status = status
@@ -98,6 +102,12 @@ class StartUp:
         await self.test_exact_axes()
         self._status.refuse_if_given_up()
         await self._calibrate()
+        self._status.refuse_if_given_up()
+        await self._batching.measure(
+            self._decode,
+            seconds=self._config.calibration.seconds,
+            max_pixels=self._config.limits.max_output_pixels,
+        )
         self._status.refuse_if_given_up()
         tested = time.monotonic()
         self._status.state = "warming"

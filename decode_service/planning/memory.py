@@ -126,6 +126,7 @@ def memory_need(
     pixel_bytes: int = 1,
     tile_cells: int = 0,
     owned_tile_cells: int = 0,
+    together: int = 1,
 ) -> MemoryNeed | None:
     """The need of the rank that needs most, or None for a model without a footprint.
 
@@ -137,6 +138,7 @@ def memory_need(
         pixel_bytes: bytes of one value of the reply.
         tile_cells: latent cells of all tiles of one item (all parts in time), in tile mode.
         owned_tile_cells: those of them that one rank decodes at most.
+        together: items that one pass takes.
     """
     footprint = spec.footprint
     if footprint is None:
@@ -151,7 +153,7 @@ def memory_need(
         later = min(spec.pass_frames, latent_frames) - 1
     else:
         later = min(chunk, latent_frames - 1) if spec.chunked else 0
-    live, caches = _activation_bytes(activations, height * width * share, latent_frames, later)
+    live, caches = _activation_bytes(activations, together * height * width * share, latent_frames, later)
 
     # Once as it arrived and once in the model's dtype, denormalized by way of a third.
     latents = 3 * math.prod(latent_shape) * footprint.itemsize

@@ -60,6 +60,7 @@ class DecodePlan:
         dtype, dtype_reason: dtype of the arithmetic, and why it is that one.
         predicted_ms: how long the ranks will take, or None where no times were measured on them.
         alternatives: the other exact modes that could decode it, and how long they would take in milliseconds.
+        together: items that one pass of the decoder takes; with more than 1 they are those of as many requests.
     """
 
     mode: Mode
@@ -83,12 +84,15 @@ class DecodePlan:
     dtype_reason: str = ""
     predicted_ms: float | None = None
     alternatives: tuple[tuple[str, float], ...] = ()
+    together: int = 1
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
         if self.ranks < 1 or self.chunk < 1:
             raise ValueError(f"ranks and chunk must be at least 1, got {self.ranks} and {self.chunk}")
+        if self.together < 1 or (self.together > 1 and (self.mode != "direct" or self.needs_group)):
+            raise ValueError(f"only one rank decodes items together, got {self.together} in {self.mode} mode")
         if (self.axis is None) != (not self.bands):
             raise ValueError("bands go with an axis, and an axis with bands")
         if self.bands and len(self.bands) != self.ranks:
@@ -125,6 +129,8 @@ class DecodePlan:
             "bands": [[band.start, band.size] for band in self.bands],
             "output": {"frames": self.output_frames, "height": self.output_height, "width": self.output_width},
         }
+        if self.together > 1:
+            shown["together"] = self.together
         if self.tiles is not None:
             shown["tiles"] = {
                 "rows": len(self.tiles.rows),

@@ -203,6 +203,32 @@ def need_in_float32(
     return planner.need(plan.mode, region, plan.chunk, _tiles_of(spec, plan))
 
 
+def together(
+    spec: ModelSpec, plan: DecodePlan, items: int, *, policy: Policy, pixel_bytes: int = 1
+) -> DecodePlan | None:
+    """The plan of one pass for ``items`` requests that are each planned as ``plan``, on one rank.
+
+    None where a pass cannot take so many: the plan is not for one item on one rank, or memory or the kernels' range of
+    indices do not suffice.
+    """
+    if plan.mode != "direct" or plan.needs_group or plan.latent_shape[0] != 1 or items < 2:
+        return None
+    shape = (items, *plan.latent_shape[1:])
+    planner = _Planner(spec, shape, 1, policy, plan.collect, plan.chunk, pixel_bytes)
+    region = planner.region(plan.mode)
+    if items * planner.operand_elements(region, plan.chunk) > MAX_OPERAND_ELEMENTS:
+        return None
+    need = planner.need(plan.mode, region, plan.chunk, None, together=items)
+    budget = policy.memory_budget_bytes
+    if need is not None and budget is not None and need.per_rank_bytes > budget:
+        return None
+    reason = f"{plan.reason}; {items} requests in one pass"
+    # Times are predicted for requests that are decoded one by one.
+    return replace(
+        plan, latent_shape=shape, together=items, memory=need, reason=reason, predicted_ms=None, alternatives=()
+    )
+
+
 def _tiles_of(spec: ModelSpec, plan: DecodePlan) -> _Tiles | None:
     if plan.tiles is None:
         return None
@@ -488,7 +514,9 @@ class _Planner:
             chunk, need, f"it needs {gib(need.per_rank_bytes)} of memory on a rank, and the budget is {gib(budget)}"
         )
 
-    def need(self, mode: str, region: Region, chunk: int, tiles: _Tiles | None) -> MemoryNeed | None:
+    def need(
+        self, mode: str, region: Region, chunk: int, tiles: _Tiles | None, *, together: int = 1
+    ) -> MemoryNeed | None:
         """The memory that ``mode`` needs of the rank that needs most; None where the model was not measured."""
         items = split(self.shape[0], min(self.size, self.shape[0]))[0].size if mode == "batch" else self.shape[0]
         need = memory_need(
@@ -502,6 +530,7 @@ class _Planner:
             pixel_bytes=self.pixel_bytes,
             tile_cells=sum(tiles.work) if tiles else 0,
             owned_tile_cells=tiles.largest_share() if tiles else 0,
+            together=together,
         )
         return None if need is None else replace(need, budget_bytes=self.policy.memory_budget_bytes)
 
