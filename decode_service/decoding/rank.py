@@ -285,10 +285,10 @@ class RankDecoder:
             pixels,
             arrangement,
             denormalize,
+            seeds,
             conditioning,
             self._noise_dtype,
             self._host,
-            seeds,
         )
         if precision == "float32":
             # What was measured for half precision says nothing of the convolutions of this decode.
@@ -340,10 +340,10 @@ class _Attempt:
         pixels: PixelFormat,
         arrangement: Arrangement | None,
         denormalize: bool,
+        seeds: Sequence[int],
         conditioning: Conditioning | None,
         noise_dtype: torch.dtype,
         host: HostCopies | None,
-        seeds: Sequence[int] = (),
     ) -> None:
         self._family = family
         self._host = host
@@ -354,9 +354,9 @@ class _Attempt:
         self._pixels = pixels
         self._arrangement = arrangement
         self._denormalize = denormalize
+        self._seeds = seeds
         self._conditioning = conditioning
         self._noise_dtype = noise_dtype
-        self._seeds = seeds
         # One value for each item of a pass.
         self._finite = torch.ones(plan.together, dtype=torch.bool, device=device)
         self.finite = True
@@ -484,6 +484,7 @@ class _Attempt:
         else:
             out = torch.empty(shape, dtype=dtype, device=self._device)
         frame_dim = 1 if wanted.dtype == "uint8" else 2
+        # One by one, but where the plan takes items of several requests together.
         at_once = self._plan.together
         for item in range(0, batch, at_once):
             start = 0
