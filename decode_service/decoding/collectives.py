@@ -49,21 +49,25 @@ class TracedCommunicator(Communicator):
         self.rank, self.size = rank, size
         self.token = first_token(device)
 
+    # The operators are the communicator's, and not operations that the halo rule has a say in.
+
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
-        self.token, *received = torch.ops.decode_service.exchange(
-            self.token,
-            [tensor for _, tensor in sends],
-            [peer for peer, _ in sends],
-            [peer for peer, _ in receives],
-            [buffer.dim() for _, buffer in receives],
-            [extent for _, buffer in receives for extent in buffer.shape],
-            [buffer.dtype for _, buffer in receives],
-        )
-        for (_, buffer), tensor in zip(receives, received, strict=True):
-            buffer.copy_(tensor)
+        with torch._C.DisableTorchFunction():
+            self.token, *received = torch.ops.decode_service.exchange(
+                self.token,
+                [tensor for _, tensor in sends],
+                [peer for peer, _ in sends],
+                [peer for peer, _ in receives],
+                [buffer.dim() for _, buffer in receives],
+                [extent for _, buffer in receives for extent in buffer.shape],
+                [buffer.dtype for _, buffer in receives],
+            )
+            for (_, buffer), tensor in zip(receives, received, strict=True):
+                buffer.copy_(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self.token, *others = torch.ops.decode_service.all_gather(self.token, tensor, self.size)
+        with torch._C.DisableTorchFunction():
+            self.token, *others = torch.ops.decode_service.all_gather(self.token, tensor, self.size)
         return [*others[: self.rank], tensor, *others[self.rank :]]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
