@@ -256,6 +256,8 @@ class CompilableDecoder:
     # Calls on one band of a frame, which all ranks make together
 
     def _call_sharded(self, frame: ShardedFrame, args: Any, kwargs: Any) -> Any:
+        if not self.measuring and not self._compiled:
+            return self._eager(*args, **kwargs)
         key = self._group_key(frame, args, kwargs)
         if key in self._in_use and key in self._compiled:
             return self._run_sharded(self._compiled[key], key, frame, args, kwargs)

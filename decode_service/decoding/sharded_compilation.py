@@ -16,6 +16,7 @@ import torch
 import torch._inductor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import _get_current_function_mode_stack
 
 from decode_service.decoding.arguments import UnknownArgumentError, copied, described, digest, put_back, tensors
@@ -53,9 +54,14 @@ class _Slot:
     marks: Marks
 
 
+#: Weights have the layout in memory that suits them since they were loaded, and activations follow it. By itself the compiler
+#: wants every convolution on the CPU with channels last, and would lay weights out anew in every call.
+_OPTIONS = {"layout_optimization": False}
+
+
 def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
     """Code for ``graph`` by torch's compiler, for inputs like ``inputs``, which need have no data."""
-    compiled: Callable[..., Sequence[torch.Tensor]] = torch._inductor.compile(graph, list(inputs))
+    compiled: Callable[..., Sequence[torch.Tensor]] = torch._inductor.compile(graph, list(inputs), options=_OPTIONS)
     return compiled
 
 
@@ -100,8 +106,9 @@ def compile_sharded(forward: Callable[..., Any], args: Any, kwargs: Any) -> Call
 
     # Inference tensors cannot be traced; the code runs on them all the same.
     with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
-        # Parameters become tensors without data where they are met.
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        # Parameters become tensors without data where they are met. Without an environment for symbolic shapes, though there
+        # are none, torch would keep nothing on disk.
+        with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True):
             stand_ins = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in given]
             graph = make_fx(call)(*stand_ins)
         compiled = compile_graph(graph, stand_ins)
