@@ -197,8 +197,8 @@ class CompileConfig(Section):
     """``torch.compile`` of the decoder, for the shapes in ``warmup.shapes``.
 
     Every kind of call that decoding them makes (passes, tiles, bands of frames that are divided between ranks) is compiled in
-    warm-up, on all ranks that make it, and timed against the same call
-    uncompiled; the slower form is dropped, and so is one whose pixels differ. ``/v1/models/{name}`` lists the measurements.
+    warm-up and timed against the same call uncompiled; the slower form is dropped, and so is one whose pixels differ.
+    ``/v1/models/{name}`` lists the measurements.
     Other shapes are decoded uncompiled: no request waits for the compiler.
 
     Attributes:

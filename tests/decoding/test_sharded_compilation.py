@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 from decode_service.decoding import compilation, sharded_compilation
 from decode_service.decoding.arguments import put_back
-from decode_service.decoding.communicator import Communicator, CommunicatorAborted, ThreadCommunicator
+from decode_service.decoding.communicator import Communicator, CommunicatorAborted
 from decode_service.decoding.compilation import CompilableDecoder, CompileFailedError
 from decode_service.decoding.families.past import Past
 from decode_service.decoding.sharding import ShardedFrame
@@ -302,7 +302,9 @@ def test_with_the_real_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not measurement.problem, measurement.problem
         return output, memory[0], decoder.compiled_calls
 
+    bypassed = counters["inductor"]["fxgraph_cache_bypass"]
     parts = on_ranks(RANKS, work)
+    assert counters["inductor"]["fxgraph_cache_bypass"] == bypassed, "its code must be kept on disk"
     memory: list[Any] = [None]
     with torch.inference_mode():
         expected = model(x, memory), memory[0]
