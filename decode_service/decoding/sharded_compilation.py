@@ -45,12 +45,10 @@ class _Slot:
 
     Attributes:
         index: its number among the inputs and, after these, what the graph returns.
-        stride: how it lay in memory, as eager code leaves it.
         marks: what the frame knew of it.
     """
 
     index: int
-    stride: tuple[int, ...]
     marks: Marks
 
 
@@ -90,8 +88,12 @@ def compile_sharded(forward: Callable[..., Any], args: Any, kwargs: Any) -> Call
         for x, known in zip(traced, marks, strict=True):
             frame.mark(x, known)
         communicator = TracedCommunicator(frame.communicator.rank, frame.communicator.size, traced[0].device)
-        with frame.communicating_by(communicator), torch._C._EnableTorchFunction():
-            output = forward(*own_args, **own_kwargs)
+        try:
+            with frame.communicating_by(communicator), torch._C._EnableTorchFunction():
+                output = forward(*own_args, **own_kwargs)
+        finally:
+            # Nothing was exchanged.
+            frame.exchanges = exchanges
         indices = {id(x): index for index, x in enumerate(traced)}
         returned: list[torch.Tensor] = []
 
@@ -99,7 +101,7 @@ def compile_sharded(forward: Callable[..., Any], args: Any, kwargs: Any) -> Call
             if id(x) not in indices:
                 indices[id(x)] = len(traced) + len(returned)
                 returned.append(x)
-            return _Slot(indices[id(x)], x.stride(), frame.marks(x))
+            return _Slot(indices[id(x)], frame.marks(x))
 
         outcome = copied((output, own_args, own_kwargs), slot)
         return [communicator.token, *returned]
@@ -112,7 +114,6 @@ def compile_sharded(forward: Callable[..., Any], args: Any, kwargs: Any) -> Call
             stand_ins = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in given]
             graph = make_fx(call)(*stand_ins)
         compiled = compile_graph(graph, stand_ins)
-    frame.exchanges = exchanges
     output, left_args, left_kwargs = outcome
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -125,8 +126,9 @@ def compile_sharded(forward: Callable[..., Any], args: Any, kwargs: Any) -> Call
 
             def value_of(slot: _Slot) -> torch.Tensor:
                 x = values[slot.index]
-                if slot is not output and slot.index >= len(inputs):
-                    x = values[slot.index] = _as_eager_code_leaves_it(x, slot.stride)
+                # What is kept for the next pass must not be a part of a larger tensor, as ``compilation`` says.
+                if slot is not output and slot.index >= len(inputs) and is_part(x):
+                    x = values[slot.index] = x.clone()
                 current.mark(x, slot.marks)
                 return x
 
@@ -134,18 +136,6 @@ def compile_sharded(forward: Callable[..., Any], args: Any, kwargs: Any) -> Call
             return copied(output, value_of, _Slot)
 
     return run
-
-
-def _as_eager_code_leaves_it(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """``x`` in memory of its own, laid out by ``stride`` if that leaves no gaps.
-
-    What is kept for the next pass must not keep a larger tensor, and the next pass of the same shapes must be the same bucket.
-    """
-    if x.stride() != stride:
-        laid_out = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
-        if not is_part(laid_out):
-            return laid_out.copy_(x)
-    return x.clone() if is_part(x) else x
 
 
 def is_part(tensor: torch.Tensor) -> bool:

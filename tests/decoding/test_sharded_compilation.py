@@ -31,6 +31,7 @@ TOLERANCE = 1e-5
 
 
 class TestModels:
+    @pytest.mark.slow
     @pytest.mark.parametrize("ranks", [2, 3])
     def test_a_warm_shape_runs_compiled_on_all_ranks_also_after_they_joined_anew(self, zoo: Zoo, ranks: int) -> None:
         torch.set_num_threads(1)
@@ -39,8 +40,10 @@ class TestModels:
             "qwen_image": Warm(zoo.folders["qwen_image"], latents_of((1, 4, 1, 3, 4)), "width"),
             # The first pass, the second, and the later ones, which see two frames of the past.
             "wan21": Warm(zoo.folders["wan21"], latents_of((1, 4, 3, 4, 3)), "height"),
-            "half": Warm(zoo.folders["autoencoder_kl"], latents_of((1, 4, 4, 3)), "height", "bfloat16"),
+            "in half precision": Warm(zoo.folders["autoencoder_kl"], latents_of((1, 4, 4, 3)), "height", "bfloat16"),
         }
+        if ranks > 2:
+            del warm["in half precision"]
         outcomes = on_processes(ranks, functools.partial(run, list(warm.values())))
         for index, (name, model) in enumerate(warm.items()):
             seen = [outcome[index] for outcome in outcomes]
@@ -50,7 +53,7 @@ class TestModels:
                 assert not any(each.problem for each in one.measured), one.measured
                 assert one.compiled.compiled and one.rejoined.compiled
                 assert {each.bands for each in one.measured} == {tuple(band.size for band in one.plan.bands)}
-            if name == "half":
+            if name == "in half precision":
                 continue
             expected = zoo.references[name].decode(model.latents).sample
             for parts in ([one.compiled for one in seen], [one.rejoined for one in seen]):
