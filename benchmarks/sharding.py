@@ -9,7 +9,7 @@ in turn on the same processes:
   second, which is what the machine can give N processes: they share its memory, caches and clock, so it is less than N
   times one. A frame that could be divided at no cost would be decoded in t / N.
 
-Decoders run eagerly everywhere, as the service runs them when it shards.
+Decoders run eagerly everywhere.
 """
 
 from __future__ import annotations

@@ -215,9 +215,10 @@ class CalibrationConfig(Section):
 class CompileConfig(Section):
     """``torch.compile`` of the decoder, for the shapes in ``warmup.shapes``.
 
-    Every kind of call that decoding them makes (passes, tiles) is compiled in warm-up and timed against the same call
-    uncompiled; the slower form is dropped, and so is one whose pixels differ. ``/v1/models/{name}`` lists the measurements.
-    Other shapes, and frames that are divided between ranks, are decoded uncompiled: no request waits for the compiler.
+    Every kind of call that decoding them makes (passes, tiles, bands of frames that are divided between ranks) is compiled in
+    warm-up and timed against the same call uncompiled; the slower form is dropped, and so is one whose pixels differ.
+    ``/v1/models/{name}`` lists the measurements.
+    Other shapes are decoded uncompiled: no request waits for the compiler.
 
     Attributes:
         enabled: None means on for CUDA and off for the CPU.

@@ -8,8 +8,7 @@ all ranks. Any other call runs eagerly: a request never waits for the compiler.
 from __future__ import annotations
 
 import contextlib
-import copy
-import hashlib
+import dataclasses
 import inspect
 import logging
 import os
@@ -24,7 +23,10 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
+from decode_service.decoding.arguments import UnknownArgumentError, copied, described, digest, is_memory, tensors
+from decode_service.decoding.collectives import WatchedCommunicator
 from decode_service.decoding.memory import is_out_of_memory
+from decode_service.decoding.sharded_compilation import compile_sharded, is_part, sharded_key
 from decode_service.decoding.sharding import ShardedFrame
 from decode_service.errors import ConfigError
 from decode_service.planning.compiled_shapes import BucketMeasurement
@@ -104,7 +106,8 @@ class CompilableDecoder:
     A compiled call that fails does not fall back here: all ranks of a group must decode alike, so they leave the attempt and
     start again together. ``CompileFailedError`` tells the engine to see to that.
 
-    Under the halo rule calls run eagerly: the tracer cannot follow ``ShardedFrame``'s checks of what each operation is.
+    Under the halo rule (``ShardedFrame``) a call is one of all ranks, and so is its bucket. They meet a bucket together, agree
+    after every step that can fail, and compile, check and time it side by side; a request then needs no agreement.
 
     Args:
         forward: the decoder; nothing about its modules changes later.
@@ -136,6 +139,8 @@ class CompilableDecoder:
         self._measurements: list[BucketMeasurement] = []
         self._in_use: frozenset[str] = frozenset()
         self._refused: set[str] = set()
+        # From a rank's own key of a call on its band to that of the call of all ranks.
+        self._group_keys: dict[str, str] = {}
         self.active = enabled
         self.reason = "" if enabled else "switched off in the config"
         self.paused = False
@@ -163,8 +168,11 @@ class CompilableDecoder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        if not self.active or self.paused or ShardedFrame.is_active():
+        if not self.active or self.paused:
             return self._eager(*args, **kwargs)
+        frame = ShardedFrame.current()
+        if frame is not None:
+            return self._call_sharded(frame, args, kwargs)
         # The frames of one pass, of a long video or of a short one, are the same bucket when they do not lie in the whole.
         args = tuple(_apart(argument) for argument in args)
         key = bucket_key(args, kwargs)
@@ -206,7 +214,7 @@ class CompilableDecoder:
         if not self.cuda_graphs:
             return _compacted(compiled(*args, **kwargs), args, kwargs)
         # Held until the end: the memory of one that the call drops could be that of a new one.
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors((args, kwargs)))
         torch.compiler.cudagraph_mark_step_begin()
         output = compiled(*args, **kwargs)
         return _out_of_the_graph(output, args, kwargs, given)
@@ -218,7 +226,7 @@ class CompilableDecoder:
 
     def _measure(self, key: str, args: Any, kwargs: Any) -> BucketMeasurement:
         """Compile a bucket, compare it with the eager call, and time both in turn, on copies of what the call changes."""
-        first = next(_tensors((args, kwargs)), None)
+        first = next(tensors((args, kwargs)), None)
         shape, dtype = ((), "") if first is None else (tuple(first.shape), str(first.dtype).removeprefix("torch."))
         eager_ms, compiled_ms, compile_s, problem = None, None, None, ""
         try:
@@ -246,24 +254,153 @@ class CompilableDecoder:
                     eager_ms, compiled_ms = self._time_in_turn([self._eager, as_served], args, kwargs)
                     self._compiled[key] = compiled
         except Exception as error:  # noqa: BLE001 - a bucket that cannot be compiled runs eagerly
-            why = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}".splitlines()[0]
-            problem = f"compiling it failed: {why}"
+            problem = _why_not_compiled(error)
             logger.warning("compiling the decoder for %s failed", list(shape), exc_info=error)
         return BucketMeasurement(key, shape, dtype, eager_ms, compiled_ms, compile_s, problem)
 
-    def _time_in_turn(self, contenders: list[Forward], args: Any, kwargs: Any) -> list[float]:
-        """Median milliseconds of a call of each."""
+    def _time_in_turn(
+        self,
+        contenders: list[Forward],
+        args: Any,
+        kwargs: Any,
+        agree: Callable[[int], list[int]] = lambda status: [status],
+    ) -> list[float]:
+        """Median milliseconds of a call of each.
+
+        Args:
+            agree: for calls of several ranks, which make as many as rank 0 finds enough, and begin each together.
+        """
         times: list[list[float]] = [[] for _ in contenders]
         began = time.perf_counter()
-        while len(times[0]) < MIN_ROUNDS or (len(times[0]) < MAX_ROUNDS and time.perf_counter() - began < MEASURING_S):
+        while agree(
+            len(times[0]) < MIN_ROUNDS or (len(times[0]) < MAX_ROUNDS and time.perf_counter() - began < MEASURING_S)
+        )[0]:
             for contender, taken in zip(contenders, times, strict=True):
-                copies = _copied(args), _copied(kwargs)
+                copies = copied(args), copied(kwargs)
                 self._synchronize()
+                agree(0)
                 start = time.perf_counter()
                 contender(*copies[0], **copies[1])
                 self._synchronize()
                 taken.append((time.perf_counter() - start) * 1e3)
         return [statistics.median(taken) for taken in times]
+
+    # Calls on one band of a frame, which all ranks make together
+
+    def _call_sharded(self, frame: ShardedFrame, args: Any, kwargs: Any) -> Any:
+        if not self.measuring and not self._compiled:
+            return self._eager(*args, **kwargs)
+        key = self._group_key(frame, args, kwargs)
+        if key in self._in_use and key in self._compiled:
+            return self._run_sharded(self._compiled[key], key, frame, args, kwargs)
+        if self.measuring and key and key not in self._seen:
+            self._seen.add(key)
+            measurement = self._measure_sharded(key, frame, args, kwargs)
+            self._measurements.append(measurement)
+            # As requests will, if all do: what they leave to the next pass is what requests find there.
+            if all(_agree(frame, measurement.worthwhile)):
+                return self._run_sharded(self._compiled[key], key, frame, args, kwargs)
+        return self._eager(*args, **kwargs)
+
+    def _group_key(self, frame: ShardedFrame, args: Any, kwargs: Any) -> str:
+        """The key of this call of all ranks; empty if it is unknown to them, or one of them cannot describe it.
+
+        While the ranks measure they tell each other what they call their parts of it. Requests find what was told.
+        """
+        own = sharded_key(frame, args, kwargs)
+        if self.measuring:
+            # Without the last bit, since a status is signed.
+            everybodys = _agree(frame, int(own, 16) >> 1 if own else 0)
+            if own and all(everybodys):
+                self._group_keys[own] = digest(everybodys)
+        return self._group_keys.get(own or "", "")
+
+    def _run_sharded(self, compiled: Forward, key: str, frame: ShardedFrame, args: Any, kwargs: Any) -> Any:
+        output, _ = self._watched(compiled, key, frame, args, kwargs)
+        self.compiled_calls += 1
+        return output
+
+    def _watched(
+        self, compiled: Forward, key: str, frame: ShardedFrame, args: Any, kwargs: Any
+    ) -> tuple[Any, WatchedCommunicator]:
+        """The outcome of a compiled call and what it exchanged.
+
+        Raises:
+            CompileFailedError: it failed by itself, not by lack of memory or because a peer was gone.
+        """
+        communicator = WatchedCommunicator(frame.communicator)
+        try:
+            with frame.communicating_by(communicator):
+                return compiled(*args, **kwargs), communicator
+        except Exception as error:
+            if communicator.failure is not None:
+                raise communicator.failure from None
+            if is_out_of_memory(error):
+                raise
+            raise CompileFailedError(f"{type(error).__name__}: {error}", key) from error
+
+    def _measure_sharded(self, key: str, frame: ShardedFrame, args: Any, kwargs: Any) -> BucketMeasurement:
+        """As ``_measure``, with all ranks: none makes a call that the others do not make."""
+        first = next(tensors((args, kwargs)))
+        problem, compiled = "", self._eager
+        began = time.perf_counter()
+        try:
+            # One at a time of the ranks that share a process: the tracer changes modules' methods for all of it.
+            with _STANCE.compiling():
+                compiled = compile_sharded(self._eager, args, kwargs)
+        except Exception as error:  # noqa: BLE001 - a bucket that cannot be compiled runs eagerly
+            problem = _why_not_compiled(error)
+            logger.warning("compiling the decoder for a band of %s failed", list(first.shape), exc_info=error)
+        measurement = BucketMeasurement(
+            key,
+            tuple(first.shape),
+            str(first.dtype).removeprefix("torch."),
+            compile_s=time.perf_counter() - began,
+            problem=problem,
+            axis=frame.axis,
+            bands=frame.sizes,
+        )
+        if any(_agree(frame, bool(problem))):
+            return measurement
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return self._watched(compiled, key, frame, args, kwargs)[0]
+
+        ours, eager = WatchedCommunicator(frame.communicator), WatchedCommunicator(frame.communicator)
+        with frame.communicating_by(ours):
+            got = _outcome(watched, args, kwargs)
+        with frame.communicating_by(eager):
+            expected = _outcome(self._eager, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            problem = _difference(got, expected)
+        del got, expected
+        if ours.made != eager.made:
+            # A peer that decodes eagerly would wait for another message.
+            problem = problem or "compiled it exchanges other messages"
+        measurement = dataclasses.replace(measurement, problem=problem)
+        if any(_agree(frame, bool(problem))):
+            return measurement
+
+        def as_served(*args: Any, **kwargs: Any) -> Any:
+            sharded_key(frame, args, kwargs)
+            return watched(*args, **kwargs)
+
+        eager_ms, compiled_ms = self._time_in_turn(
+            [self._eager, as_served], args, kwargs, agree=lambda status: _agree(frame, status)
+        )
+        self._compiled[key] = compiled
+        return dataclasses.replace(measurement, eager_ms=eager_ms, compiled_ms=compiled_ms)
+
+
+def _agree(frame: ShardedFrame, status: int) -> list[int]:
+    """What each rank says, in rank order."""
+    with torch._C.DisableTorchFunction():
+        return frame.communicator.agree(int(status))
+
+
+def _why_not_compiled(error: Exception) -> str:
+    why = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"compiling it failed: {why}"
 
 
 class _Stance:
@@ -327,45 +464,13 @@ def _is_refused(error: Exception) -> bool:
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
 
-class _UnknownArgumentError(TypeError):
-    """An argument that a key cannot tell from another."""
-
-
 def bucket_key(args: Any, kwargs: Any) -> str | None:
     """The bucket of a call, the same in every process; None where an argument cannot be described."""
     modes = [type(mode).__name__ for mode in _get_current_function_mode_stack()]
     try:
-        described = repr((modes, _described(args), _described(kwargs)))
-    except _UnknownArgumentError:
+        return digest((modes, described(args), described(kwargs)))
+    except UnknownArgumentError:
         return None
-    return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.stride(), str(value.dtype), value.device.type, value.requires_grad)
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return (type(value).__name__, [_described(entry) for entry in value])
-    if isinstance(value, dict):
-        return (type(value).__name__, [(key, _described(entry)) for key, entry in value.items()])
-    if _is_memory(value):
-        return (type(value).__name__, _described(vars(value)))
-    raise _UnknownArgumentError(type(value).__name__)
-
-
-def _copied(value: Any) -> Any:
-    """``value`` with containers of its own, so that a call which puts something else into them changes only the copy."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(entry) for entry in value)
-    if isinstance(value, dict):
-        return type(value)((key, _copied(entry)) for key, entry in value.items())
-    if _is_memory(value):
-        twin = copy.copy(value)
-        vars(twin).update(_copied(vars(value)))
-        return twin
-    return value
 
 
 def _compacted(output: Any, args: Any, kwargs: Any) -> Any:
@@ -395,16 +500,12 @@ def _out_of_the_graph(output: Any, args: Any, kwargs: Any, given: list[torch.Ten
     return _replace(output, copied)
 
 
-def _is_part(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-
-
 def _apart(argument: Any) -> Any:
-    return argument.contiguous() if isinstance(argument, torch.Tensor) and _is_part(argument) else argument
+    return argument.contiguous() if isinstance(argument, torch.Tensor) and is_part(argument) else argument
 
 
 def _apart_if_part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if _is_part(tensor) else tensor
+    return tensor.clone() if is_part(tensor) else tensor
 
 
 def _replace(value: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -419,33 +520,16 @@ def _replace(value: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) ->
         for key, entry in value.items():
             # A dict of ours may refuse what its convolutions would remember.
             dict.__setitem__(value, key, _replace(entry, replacement))
-    elif _is_memory(value):
+    elif is_memory(value):
         _replace(vars(value), replacement)
     return value
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from _tensors(entry)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif _is_memory(value):
-        yield from _tensors(vars(value))
-
-
-def _is_memory(value: Any) -> bool:
-    """Whether it is an object of ours in which a decode keeps what later passes look back at, as ``Past``."""
-    return type(value).__module__.startswith("decode_service.") and hasattr(value, "__dict__")
-
-
 def _outcome(forward: Forward, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """What a call returns, and what it leaves in its arguments, which themselves stay as they are."""
-    args, kwargs = _copied(args), _copied(kwargs)
+    args, kwargs = copied(args), copied(kwargs)
     output = forward(*args, **kwargs)
-    return list(_tensors((output, args, kwargs)))
+    return list(tensors((output, args, kwargs)))
 
 
 def _difference(got: list[torch.Tensor], expected: list[torch.Tensor]) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from decode_service.decoding.tracing import is_traced
+
 # B batch, C channels, T frames, H height, W width, O output channels.
 
 _SLOW_UP_TO = 20480
@@ -32,7 +34,7 @@ def dense_conv3d(
         return torch.overrides.handle_torch_function(
             dense_conv3d, (x_BCTHW,), x_BCTHW, weight_OCTHW, bias_O, stride, padding, dilation, groups
         )
-    if not torch.compiler.is_compiling() and x_BCTHW.device.type == "cpu" and x_BCTHW.dtype == torch.float32:
+    if not is_traced(x_BCTHW) and x_BCTHW.device.type == "cpu" and x_BCTHW.dtype == torch.float32:
         batch, channels, frames, height, width = x_BCTHW.shape
         slow = batch == 1 and channels * frames * height <= _SLOW_UP_TO
         worth_it = channels * frames * height * width > _TINY and weight_OCTHW.shape[-1] > 1

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from decode_service.decoding.tracing import is_traced
+
 # B batch, C channels, G groups, N positions (frames, rows and columns).
 
 
@@ -21,8 +23,17 @@ def group_moments(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Ten
         x: (B,C,...), 3-D to 5-D, of any layout.
         groups: into how many equal groups of neighbouring channels ``C`` is divided.
     """
+    if is_traced(x):
+        # No kernel is called, code is written from the formula.
+        variance_BG, mean_BG = torch.var_mean(x.float().reshape(x.shape[0], groups, -1), dim=-1, correction=0)
+        return mean_BG, variance_BG
     if x.is_contiguous():
         return _of_rows(x, groups)
+    if x.is_meta:
+        # The kernel below does not know such tensors, of which only the memory is counted: it takes none.
+        return x.new_empty((x.shape[0], groups), dtype=torch.float32), x.new_empty(
+            (x.shape[0], groups), dtype=torch.float32
+        )
     moments = [_of_channels(item, groups) for item in _items(x)]
     return torch.stack([mean for mean, _ in moments]), torch.stack([variance for _, variance in moments])
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from decode_service.decoding.tracing import is_traced
+
 # B batch, C channels, N positions (batch, frames, rows and columns).
 
 #: ``F.normalize`` divides by no less than this.
@@ -38,7 +40,7 @@ def pixel_rms_norm(x: torch.Tensor, scale: float, gamma_C: torch.Tensor) -> torc
         return x.div(norms).mul_((gamma_C * scale).view(-1, *[1] * (x.dim() - 2)))
     rows_last = x.movedim(1, -1).contiguous()
     rows_NC = rows_last.view(-1, x.shape[1])
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
+    if is_traced(x) or x.device.type != "cpu":
         # A compiler fuses the formula by itself; the kernel is chosen for the CPU.
         normalized_NC = F.normalize(rows_NC.float(), dim=1).to(x.dtype)
     else:

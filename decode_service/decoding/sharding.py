@@ -59,6 +59,11 @@ class UnshardableOperation(RuntimeError):
     """An operation that the halo rule does not cover; decoding it band by band could give a wrong picture."""
 
 
+#: What a frame knows of a tensor besides its shape: the halo rows that it carries, whether its channels are the last
+#: dimension, and whether it is a constant.
+Marks = tuple[int, bool, bool]
+
+
 class ShardedFrame(TorchFunctionMode):
     """While active in this thread, tensors hold one band of the frame and operations see their neighbours.
 
@@ -113,6 +118,39 @@ class ShardedFrame(TorchFunctionMode):
         """The frame whose band this thread decodes, or None where it decodes a whole frame."""
         frames: Sequence[ShardedFrame] = getattr(_active, "frames", ())
         return frames[-1] if frames else None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Latent cells of every rank along the axis."""
+        return tuple(self._sizes)
+
+    @property
+    def communicator(self) -> Communicator:
+        """What it exchanges by."""
+        return self._communicator
+
+    @contextlib.contextmanager
+    def communicating_by(self, communicator: Communicator) -> Iterator[None]:
+        """While it lasts, ``communicator``, of the same rank in as many, stands in for the frame's own."""
+        own, self._communicator = self._communicator, communicator
+        try:
+            yield
+        finally:
+            self._communicator = own
+
+    def marks(self, x: torch.Tensor) -> Marks:
+        """What this frame knows of ``x`` from the operations that made it."""
+        return self._halos.get(x, 0), x in self._channels_last, x in self._constants
+
+    def mark(self, x: torch.Tensor, marks: Marks) -> None:
+        """Know of ``x`` what ``marks`` say: something else made it than operations under this frame."""
+        halo, channels_last, constant = marks
+        if halo:
+            self._halos[x] = halo
+        if channels_last:
+            self._channels_last[x] = True
+        if constant:
+            self._constants[x] = True
 
     @contextlib.contextmanager
     def sharing_tokens(self, count: int) -> Iterator[None]:

@@ -87,9 +87,7 @@ class Compiled:
         if not reason and not self._in_use:
             reason = "no call of the decoder was faster compiled; shapes has what was measured"
             if not self._shapes:
-                reason = (
-                    "nothing has been compiled: only shapes in warmup.shapes are, and not frames divided between ranks"
-                )
+                reason = "nothing has been compiled: only what decoding the shapes in warmup.shapes calls is"
             if cold:
                 reason = "the ranks were started anew and are not warm yet"
         active = not reason and bool(self._in_use)

@@ -29,6 +29,8 @@ class BucketMeasurement:
         eager_ms, compiled_ms: median time of one call; None where it was not compiled.
         compile_s: seconds that compiling took, with what the disk cache spared.
         problem: why it must not run compiled whatever the times are; empty if nothing is wrong.
+        axis, bands: of a call that all ranks make together, each on its band of a frame: the axis that is divided, and every
+            rank's latent cells of it. Empty otherwise.
     """
 
     key: str
@@ -38,6 +40,8 @@ class BucketMeasurement:
     compiled_ms: float | None = None
     compile_s: float | None = None
     problem: str = ""
+    axis: str = ""
+    bands: tuple[int, ...] = ()
 
     @property
     def speedup(self) -> float | None:
@@ -54,7 +58,8 @@ class CompiledShapes:
     """What all ranks measured, and the decision that follows from it: a bucket runs compiled on every rank or on none.
 
     A bucket is kept where no rank had a problem with it and it was faster on each rank that measured it: ranks wait for the
-    slowest. A rank that never met a bucket has not compiled it and runs it eagerly.
+    slowest. A rank that never met a bucket has not compiled it and runs it eagerly. Calls on bands are made by all ranks
+    together, so all must have measured them.
     """
 
     def __init__(self) -> None:
@@ -91,6 +96,9 @@ class CompiledShapes:
             if measurement.problem:
                 return f"rank {rank}: {measurement.problem}"
         slowest = self._slowest(key)
+        missing = set(range(len(slowest.bands))) - set(self._measured[key])
+        if missing:
+            return f"rank {', '.join(map(str, sorted(missing)))} has not measured it"
         if not slowest.worthwhile:
             return f"not faster: {slowest.speedup or 0.0:.2f} of the eager speed; it takes {MIN_SPEEDUP:g}"
         return ""
@@ -105,6 +113,8 @@ class CompiledShapes:
                     "key": key,
                     "input": list(slowest.shape),
                     "dtype": slowest.dtype,
+                    "axis": slowest.axis or None,
+                    "bands": list(slowest.bands) or None,
                     "compiled": not objection,
                     "reason": objection or None,
                     "speedup": _rounded(slowest.speedup),

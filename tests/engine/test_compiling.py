@@ -22,6 +22,9 @@ from decode_service.planning import compiled_shapes
 from .conftest import Faults, TinyWan, job, run, serving
 
 WARM = (2, 6, 6)
+# More pixels than one rank is given by the policy: both ranks decode it, each a band.
+WARM_BANDS = (2, 9, 8)
+BANDS: dict[str, Any] = {"compile": {"enabled": True}, "warmup": {"shapes": [[1, 4, *WARM_BANDS]]}}
 COMPILED: dict[str, Any] = {"compile": {"enabled": True}, "warmup": {"shapes": [[1, 4, *WARM]]}}
 
 
@@ -55,6 +58,7 @@ def _rank() -> int:
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Compiler:
     compiler = Compiler()
     monkeypatch.setattr(compilation, "compile_whole", compiler)
+    monkeypatch.setattr(compilation, "compile_sharded", lambda forward, args, kwargs: compiler(forward))
     monkeypatch.setattr(compilation, "MIN_ROUNDS", 1)
     monkeypatch.setattr(compilation, "MEASURING_S", 0.0)
     monkeypatch.setattr(compiled_shapes, "MIN_SPEEDUP", 0.0)
@@ -86,6 +90,48 @@ def test_warm_shapes_run_compiled_on_every_rank_and_others_at_once_eagerly(
             assert not await decoded(engine, tiny_wan, 2, 6, 5)
             assert not await decoded(engine, tiny_wan, *WARM, mode="spatial_shard_width")
             assert len(compiler.compiled) == 4, "nothing was compiled for requests"
+
+    run(test)
+
+
+def test_warm_frames_divided_between_ranks_run_compiled(tiny_wan: TinyWan, compiler: Compiler) -> None:
+    async def test() -> None:
+        async with serving(tiny_wan.config(**BANDS)) as engine:
+            shapes = engine.describe()["compile"]["shapes"]
+            # The first pass and the second one, on bands; and of whole frames, as a busy group decodes them.
+            divided = [shape for shape in shapes if shape["bands"]]
+            assert [(shape["axis"], shape["bands"]) for shape in divided] == [("height", [5, 4])] * 2
+            assert all(shape["compiled"] and shape["ranks"] == [0, 1] for shape in shapes)
+            compiled = len(compiler.compiled)
+            assert await decoded(engine, tiny_wan, *WARM_BANDS)
+            assert not await decoded(engine, tiny_wan, 2, 9, 9)
+            assert not await decoded(engine, tiny_wan, *WARM_BANDS, mode="spatial_shard_width")
+            assert len(compiler.compiled) == compiled, "nothing was compiled for requests"
+
+    run(test)
+
+
+@pytest.mark.parametrize("when", ["in warm-up", "in a request"])
+def test_a_rank_that_fails_on_its_band_makes_the_bucket_eager_on_all_and_the_request_is_served(
+    tiny_wan: TinyWan, compiler: Compiler, when: str
+) -> None:
+    failures = iter([True])
+
+    def fails_once(rank: int) -> None:
+        if rank == 1 and next(failures, False):
+            raise AssertionError("a guard broke")
+
+    async def test() -> None:
+        if when == "in warm-up":
+            compiler.fault = fails_once
+        async with serving(tiny_wan.config(**BANDS)) as engine:
+            compiler.fault = fails_once
+            assert not await decoded(engine, tiny_wan, *WARM_BANDS), "one of two passes is eager now"
+            assert any("a guard broke" in warning for warning in engine.readiness().warnings)
+            divided = {shape["key"] for shape in engine.describe()["compile"]["shapes"] if shape["bands"]}
+            for worker in engine._group._workers:  # type: ignore[attr-defined]
+                assert len(divided & worker.decoder._decoder._in_use) == 1
+            assert engine.readiness().ready
 
     run(test)
 
