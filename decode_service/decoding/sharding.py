@@ -443,10 +443,11 @@ class ShardedFrame(TorchFunctionMode):
         gathered = self._communicator.all_gather(torch.stack([mean, variance]))
         self.exchanges += 1
         counts = self.extents(count)
-        share_R111 = torch.tensor(counts, dtype=torch.float64, device=mean.device).view(-1, 1, 1, 1) / sum(counts)
-        moments_R2BG = torch.stack(gathered).double()
-        merged_mean, within = (moments_R2BG * share_R111).sum(0)
-        between = ((moments_R2BG[:, :1] - merged_mean).square() * share_R111).sum((0, 1))
+        shares = [band_count / sum(counts) for band_count in counts]
+        bands = [moments.double() for moments in gathered]
+        merged_mean, within = torch.stack([x * share for x, share in zip(bands, shares, strict=True)]).sum(0)
+        deviations = [(x[0] - merged_mean).square() * share for x, share in zip(bands, shares, strict=True)]
+        between = torch.stack(deviations).sum(0)
         return merged_mean.to(mean.dtype), (within + between).to(mean.dtype)
 
     def _attention(

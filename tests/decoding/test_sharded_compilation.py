@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,17 +23,27 @@ from decode_service.planning import compiled_shapes
 from decode_service.planning.bands import split
 from decode_service.planning.compiled_shapes import BucketMeasurement, CompiledShapes
 from tests.decoding.conftest import Zoo
-from tests.decoding.harness import assemble, latents_of, on_processes
+from tests.decoding.harness import RankProcesses, assemble, latents_of
 from tests.decoding.sharded_compilation_ranks import RAW, Warm, run, without_code
 from tests.decoding.threads import on_ranks
 
 TOLERANCE = 1e-5
 
 
+@pytest.fixture(scope="module")
+def compiling_processes() -> Iterator[RankProcesses]:
+    """Processes of this module's own, because what runs in them changes how they compile."""
+    processes = RankProcesses()
+    yield processes
+    processes.close()
+
+
 class TestModels:
     @pytest.mark.slow
     @pytest.mark.parametrize("ranks", [2, 3])
-    def test_a_warm_shape_runs_compiled_on_all_ranks_also_after_they_joined_anew(self, zoo: Zoo, ranks: int) -> None:
+    def test_a_warm_shape_runs_compiled_on_all_ranks_also_after_they_joined_anew(
+        self, zoo: Zoo, compiling_processes: RankProcesses, ranks: int
+    ) -> None:
         torch.set_num_threads(1)
         warm = {
             "autoencoder_kl": Warm(zoo.folders["autoencoder_kl"], latents_of((1, 4, 4, 3)), "height"),
@@ -44,7 +54,7 @@ class TestModels:
         }
         if ranks > 2:
             del warm["in half precision"]
-        outcomes = on_processes(ranks, functools.partial(run, list(warm.values())))
+        outcomes = compiling_processes.run(ranks, functools.partial(run, list(warm.values())))
         for index, (name, model) in enumerate(warm.items()):
             seen = [outcome[index] for outcome in outcomes]
             keys = [[each.key for each in one.measured] for one in seen]
