@@ -37,8 +37,8 @@ demo: $(STAMP)
 serve: $(STAMP)
 	@$(BIN)/python scripts/local_service.py $(ARGS)
 
-# Files are dealt out in their order (Ray's last), whole: see tests/conftest.py.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# Whole files are dealt out, in their order, Ray's last and to one process: see tests/conftest.py.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(PYTEST) $(ARGS)

@@ -253,7 +253,7 @@ def measure() -> dict[str, ClassMeasurement]:
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "measurements"
         environment = {**os.environ, measurements.RECORD_TO: str(record), "CI": "1"}
-        shared = ["-n", "2", "--dist", "loadgroup"]
+        shared = ["-n", "2", "--dist", "loadfile"]
         command = [sys.executable, "-m", "pytest", "-q", *shared, *map(str, files)]
         if subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
             raise SystemExit("the families' tests fail, so nothing was written")
