@@ -426,6 +426,9 @@ class ShardedFrame(TorchFunctionMode):
         bias: torch.Tensor | None = None,
         eps: float = 1e-5,
     ) -> torch.Tensor:
+        if input.dtype == torch.float32:
+            # As torch's own kernel: float32 decoders keep this layout, whose convolutions round better.
+            input = input.contiguous()
         mean, variance = self._merge_moments(*group_moments(input, num_groups), input[0].numel() // num_groups)
         # The root of an overflow would be 0, and the picture without contents and finite: it must be seen to be none.
         variance = variance.masked_fill(variance.isinf(), math.nan)

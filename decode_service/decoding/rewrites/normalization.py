@@ -30,8 +30,8 @@ class PixelRMSNorm:
 class ChannelsLastGroupNorm:
     """A group norm that reads channels-last memory twice, statistics first.
 
-    torch's own kernel takes twice as long on it where weights are in half precision, and sums squares before it subtracts
-    the mean, which rounds two to four times worse.
+    torch's own kernel takes twice as long on it where weights are in half precision. In float32 decoders keep the other
+    layout, to which torch's kernel brings back what an attention has turned.
     """
 
     num_groups: int
@@ -42,7 +42,7 @@ class ChannelsLastGroupNorm:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
         plain = last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last)
-        if plain or torch.compiler.is_compiling() or ShardedFrame.is_active():
+        if plain or x.dtype == torch.float32 or torch.compiler.is_compiling() or ShardedFrame.is_active():
             output: torch.Tensor = super().forward(x)  # type: ignore[misc]
             return output
         return normalize_groups(x, *group_moments(x, self.num_groups), self.weight, self.bias, self.eps)
@@ -73,7 +73,7 @@ def norm_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[Site
     for module in decoder.modules():
         if isinstance(module, structure.rms_norms) and _is_plain(module):
             yield ClassSite(module, PixelRMSNorm, [_normalize])
-        if type(module) is nn.GroupNorm and module.affine:
+        if type(module) is nn.GroupNorm and module.affine and module.weight.dtype != torch.float32:
             yield ClassSite(module, ChannelsLastGroupNorm, [_normalize_groups])
         for activation in structure.activations:
             silu = getattr(module, activation.attribute, None) if isinstance(module, activation.module) else None
