@@ -94,6 +94,9 @@ class ShardedFrame(TorchFunctionMode):
         # Outputs of F.pad that carry halo rows, and how many: a convolution without padding of its own is right on
         # these and wrong on everything else.
         self._halos: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Outputs of a group norm that nothing but the activation after it has touched, and the rows beside the band, (before,
+        # after), which travelled with its statistics: what pads it next need not ask for them.
+        self._beside: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # Bands whose channels were moved to the end, (B,H,W,C) or (B,T,H,W,C), for a norm over the last dimension.
         self._channels_last: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # Tensors made from numbers alone, the same on every rank.
@@ -169,6 +172,10 @@ class ShardedFrame(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self._beside and func not in _KEEP_ROWS_BESIDE:
+            # It may write to the tensor, or to a view of it that it makes.
+            for x in _tensors((*args, *kwargs.values())):
+                self._beside.pop(x, None)
         constant = func is torch.arange or (len(self._constants) > 0 and self._is_constant(func, args, kwargs))
         output = func(*args, **kwargs) if func is torch.arange else self._reinterpret(func, args, kwargs)
         if constant:
@@ -179,6 +186,8 @@ class ShardedFrame(TorchFunctionMode):
     def _reinterpret(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func in LOCAL:
             output = func(*args, **kwargs)
+            if func is F.silu and args and args[0] in self._beside:
+                self._beside[output] = tuple(None if x is None else F.silu(x) for x in self._beside.pop(args[0]))
             marks = self._channels_last and func in POINTWISE and isinstance(output, torch.Tensor)
             if marks and any(map(self._is_channels_last, args)):
                 self._channels_last[output] = True
@@ -267,24 +276,12 @@ class ShardedFrame(TorchFunctionMode):
         else:
             for frames, part in zip(own.split([part.shape[2] for part in parts], 2), parts, strict=True):
                 frames.copy_(part)
-        sends, receives, filled = [], [], []
-        if self._rank > 0:
-            if after:
-                sends.append((self._rank - 1, own.narrow(dim, 0, after).contiguous()))
-            if before:
-                filled.append((0, before, self._rank - 1))
-        if self._rank < last:
-            if before:
-                sends.append((self._rank + 1, own.narrow(dim, length - before, before).contiguous()))
-            if after:
-                filled.append((before + length, after, self._rank + 1))
-        for _, size, peer in filled:
-            shape[dim] = size
-            receives.append((peer, x.new_empty(shape)))
-        self._communicator.exchange(sends, receives)
-        self.exchanges += 1
-        for (start, size, _), (_, rows) in zip(filled, receives, strict=True):
-            padded.narrow(dim, start, size).copy_(rows)
+        beside = self._beside.get(x) if len(parts) == 1 and max(before, after) <= 1 else None
+        if beside is None:
+            beside = self._rows_beside(own, before, after)
+        for start, size, rows in ((0, before, beside[0]), (before + length, after, beside[1])):
+            if size and rows is not None:
+                padded.narrow(dim, start, size).copy_(rows)
         # What lies outside may reflect more rows than a narrow band has: the neighbour's are here by now.
         if before and self._rank == 0:
             known = padded.narrow(dim, before, length + (after if last else 0))
@@ -293,6 +290,37 @@ class ShardedFrame(TorchFunctionMode):
             known = padded.narrow(dim, 0 if last else before, length + (before if last else 0))
             padded.narrow(dim, before + length, after).copy_(_outside(known, dim, after, mode, value, at_start=False))
         return padded
+
+    def _rows_beside(
+        self, x: torch.Tensor, before: int, after: int, moments: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, *tuple[torch.Tensor, ...]]:
+        """The ``before`` and ``after`` rows of the neighbouring bands, None where there is no neighbour.
+
+        Args:
+            moments: what all ranks get from each other by the way; the result goes on with those of all, in rank order.
+        """
+        dim, last = x.dim() + self.dim, len(self._sizes) - 1
+        length, shape = x.shape[dim], list(x.shape)
+        sends, receives = [], []
+        beside: list[torch.Tensor | None] = [None, None]
+        for index, peer, ours, theirs in ((0, self._rank - 1, after, before), (1, self._rank + 1, before, after)):
+            if not 0 <= peer <= last:
+                continue
+            if ours:
+                sends.append((peer, x.narrow(dim, length - ours if index else 0, ours).contiguous()))
+            if theirs:
+                shape[dim] = theirs
+                rows = beside[index] = x.new_empty(shape)
+                receives.append((peer, rows))
+        gathered: list[torch.Tensor] = []
+        if moments is not None:
+            gathered = [moments if rank == self._rank else torch.empty_like(moments) for rank in range(last + 1)]
+            others = [rank for rank in range(last + 1) if rank != self._rank]
+            sends += [(rank, moments) for rank in others]
+            receives += [(rank, gathered[rank]) for rank in others]
+        self._communicator.exchange(sends, receives)
+        self.exchanges += 1
+        return beside[0], beside[1], *gathered
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """``x`` of all ranks, concatenated in rank order along ``dim``, whose extent follows the bands."""
@@ -429,29 +457,39 @@ class ShardedFrame(TorchFunctionMode):
         if input.dtype == torch.float32:
             # As torch's own kernel: float32 decoders keep this layout, whose convolutions round better.
             input = input.contiguous()
-        mean, variance = self._merge_moments(*group_moments(input, num_groups), input[0].numel() // num_groups)
+        moments = torch.stack(group_moments(input, num_groups))
+        # A band's outermost rows go along with its statistics: a convolution usually follows, which would ask for them.
+        rows = 1 if input.dim() >= 4 else 0
+        before, after, *gathered = self._rows_beside(input, rows, rows, moments)
+        mean, variance = self._merged_moments(gathered, input[0].numel() // num_groups)
         # The root of an overflow would be 0, and the picture without contents and finite: it must be seen to be none.
         variance = variance.masked_fill(variance.isinf(), math.nan)
-        normalize: Callable[..., torch.Tensor] = normalize_groups_silu if func is group_norm_silu else normalize_groups
-        return normalize(input, mean, variance, weight, bias, eps)
+        function: Callable[..., torch.Tensor] = normalize_groups_silu if func is group_norm_silu else normalize_groups
 
-    def _merge_moments(
-        self, mean: torch.Tensor, variance: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and biased variance over all bands, from those of each band.
+        def normalized(x: torch.Tensor) -> torch.Tensor:
+            return function(x, mean, variance, weight, bias, eps)
+
+        output = normalized(input)
+        if rows:
+            layout = _memory_format(input)
+            self._beside[output] = tuple(
+                None if x is None else normalized(x.contiguous(memory_format=layout)) for x in (before, after)
+            )
+        return output
+
+    def _merged_moments(self, moments: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and biased variance over all bands, from those (2,B,G) of each band, of ``count`` elements on this rank.
 
         Source: Chan, Golub and LeVeque (1979), for any number of parts at once. Every rank computes the same numbers in
         the same order, so all get the same bits. Counts follow from the bands, so only the two moments travel.
         """
-        gathered = self._communicator.all_gather(torch.stack([mean, variance]))
-        self.exchanges += 1
         counts = self.extents(count)
         shares = [band_count / sum(counts) for band_count in counts]
-        bands = [moments.double() for moments in gathered]
+        bands = [each.double() for each in moments]
         merged_mean, within = torch.stack([x * share for x, share in zip(bands, shares, strict=True)]).sum(0)
         deviations = [(x[0] - merged_mean).square() * share for x, share in zip(bands, shares, strict=True)]
         between = torch.stack(deviations).sum(0)
-        return merged_mean.to(mean.dtype), (within + between).to(mean.dtype)
+        return merged_mean.float(), (within + between).float()
 
     def _attention(
         self,
@@ -780,6 +818,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 # Local functions whose result holds the elements of their first argument where they were, halo rows included.
 _SAME_ELEMENTS = frozenset({torch.clone, torch.Tensor.clone, torch.Tensor.contiguous, torch.Tensor.expand})
+# What neither writes to the output of a group norm nor makes a view of it; of F.silu it is known what it writes.
+_KEEP_ROWS_BESIDE = frozenset({F.silu, F.pad, torch.conv2d, torch.conv3d, dense_conv3d, F.dropout})
 # What may see bands whose channels are the last dimension, besides functions of each position.
 _CHANNELS_LAST = frozenset(
     {

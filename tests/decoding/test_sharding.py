@@ -64,6 +64,16 @@ def by_two_passes(x: torch.Tensor) -> torch.Tensor:
     return torch.cat(outputs, 2)
 
 
+BLOCK_CONV = nn.Conv2d(4, 3, 3, padding=1)
+WIDE_KERNEL = torch.ones(2, 4, 5, 5) / 50
+
+
+def with_a_channel_doubled(x: torch.Tensor) -> torch.Tensor:
+    normalized = F.group_norm(x, 2)
+    normalized[:, :1].mul_(2.0)
+    return normalized
+
+
 OPERATIONS: dict[str, tuple[tuple[int, ...], Operation]] = {
     "conv2d": ((1, 3, 7, 9), nn.Conv2d(3, 4, 3, padding=1)),
     "conv2d 5x5": ((1, 3, 8, 9), nn.Conv2d(3, 4, 5, padding=2)),
@@ -86,6 +96,23 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Operation]] = {
     ),
     "group norm of images": ((2, 8, 7, 9), nn.GroupNorm(4, 8)),
     "group norm of clips": ((2, 8, 3, 7, 9), nn.GroupNorm(4, 8)),
+    "group norm, silu, conv2d": ((2, 4, 7, 9), lambda x: BLOCK_CONV(F.silu(F.group_norm(x, 2)))),
+    "group norm, silu in place, conv2d": ((1, 4, 7, 9), lambda x: BLOCK_CONV(F.silu(F.group_norm(x, 2), inplace=True))),
+    "group norm, silu in place, reflected": (
+        (1, 4, 7, 9),
+        lambda x: F.conv2d(F.pad(F.silu(F.group_norm(x, 2), True), (1, 1, 1, 1), mode="reflect"), BLOCK_CONV.weight),
+    ),
+    "group norm, channels last, silu, conv2d": (
+        (1, 4, 7, 9),
+        lambda x: BLOCK_CONV(F.silu(F.group_norm(x.contiguous(memory_format=torch.channels_last), 2), True)),
+    ),
+    "group norm, conv2d 5x5": ((1, 4, 8, 9), lambda x: F.conv2d(F.group_norm(x, 2), WIDE_KERNEL, padding=2)),
+    "group norm, changed in place, conv2d": ((1, 4, 7, 9), lambda x: BLOCK_CONV(F.group_norm(x, 2).add_(1.0))),
+    "group norm, a view of it changed, conv2d": ((1, 4, 7, 9), lambda x: BLOCK_CONV(with_a_channel_doubled(x))),
+    "group norm, silu and something else, conv2d": (
+        (1, 4, 7, 9),
+        lambda x: BLOCK_CONV(F.silu(F.group_norm(x, 2), inplace=True).mul_(2.0)),
+    ),
     "group norm of bfloat16": ((2, 8, 7, 9), lambda x: F.group_norm(x.bfloat16(), 4).float()),
     "group norm far from zero": ((1, 4, 7, 9), lambda x: F.group_norm(x + 3000.0, 2, eps=1e-6)),
     "channel norm": ((1, 8, 3, 7, 9), lambda x: F.normalize(x, dim=1)),
@@ -330,3 +357,19 @@ def test_bands_must_fit_the_group() -> None:
             ShardedFrame(communicator, "height", split(1, 2))
 
     on_ranks(2, work)
+
+
+def test_rows_beside_a_band_travel_with_the_statistics_of_its_group_norm() -> None:
+    x, bands = normal(1, 4, 6, 5), split(6, 2)
+
+    def work(communicator: Communicator) -> tuple[int, int]:
+        band = bands[communicator.rank]
+        local = x.narrow(-2, band.start, band.size)
+        with ShardedFrame(communicator, "height", bands) as frame:
+            activated = F.silu(F.group_norm(local, 2), inplace=True)
+            BLOCK_CONV(activated)
+            together = frame.exchanges
+            BLOCK_CONV(activated.mul_(1.0))
+            return together, frame.exchanges
+
+    assert on_ranks(2, work) == [(1, 2), (1, 2)]
