@@ -328,7 +328,7 @@ class Graph:
         for tensor in self._memory:
             tensor.fill_(torch.nan)
         self._used = 0
-        given = list(compilation._tensors((args, kwargs)))
+        given = list(compilation.tensors((args, kwargs)))
         output = self._forward(*args, **kwargs)
         for argument in (*args, *kwargs.values()):
             if not isinstance(argument, torch.Tensor):
