@@ -35,9 +35,9 @@ def pixel_rms_norm(x: torch.Tensor, scale: float, gamma_C: torch.Tensor) -> torc
         return torch.overrides.handle_torch_function(pixel_rms_norm, (x,), x, scale, gamma_C)
     if x.dtype == torch.float32 and x.is_contiguous():
         # float32 decoders keep that layout. Its norm over channels, a kernel for any exponent, takes three times as long as
-        # squares and their sum; and the factors are one here.
+        # squares and their sum. A factor for each position instead of one for each channel rounds better.
         norms = x.square().sum(1, keepdim=True).sqrt_().clamp_min_(EPSILON)
-        return x.div(norms).mul_((gamma_C * scale).view(-1, *[1] * (x.dim() - 2)))
+        return x.div(norms.div_(scale)).mul_(gamma_C.view(-1, *[1] * (x.dim() - 2)))
     rows_last = x.movedim(1, -1).contiguous()
     rows_NC = rows_last.view(-1, x.shape[1])
     if is_traced(x) or x.device.type != "cpu":
