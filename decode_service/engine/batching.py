@@ -182,6 +182,9 @@ class Batching:
     def join(self, tasks: Sequence[RankTask], latents: Sequence[WireTensor]) -> tuple[RankTask, WireTensor] | None:
         """One task for all, which have equal ``key_of``, and its latents; None where one pass cannot take them."""
         first = tasks[0]
+        if first.plan.output_pixels > self.max_pixels:
+            # A pass ran out of memory since these were queued.
+            return None
         plan = self._plan(first.plan, len(tasks), first.pixels)
         if plan is None:
             return None
@@ -221,11 +224,12 @@ class Batching:
             self.reason = f"a pass of {plan.together} items of {pixels} pixels ran out of memory"
             logger.warning("%s: larger ones are decoded alone from now on", self.reason)
 
-    def describe(self) -> dict[str, Any]:
-        """As ``/v1/models`` shows it."""
+    def describe(self, *, compiled: bool) -> dict[str, Any]:
+        """As ``/v1/models`` shows it; ``compiled`` is whether calls run compiled, which they do for single items."""
+        why_not = "calls of the decoder run compiled, for single items" if self.active and compiled else self.reason
         return {
-            "active": self.active,
-            "reason": self.reason or None,
+            "active": self.active and not compiled,
+            "reason": why_not or None,
             "max_items": self._settings.max_items,
             "max_pixels": self.max_pixels,
             "measured": [each.public() for each in self._measured],
@@ -238,7 +242,9 @@ def key_of(task: RankTask, latents: WireTensor) -> Hashable:
     """Equal for requests that one pass can take: all but latents and seeds is the same."""
     conditioning = task.conditioning
     given = None if conditioning is None else (conditioning.timestep, conditioning.noise_scale)
-    return (task.plan.latent_shape, latents.dtype, task.denormalize, task.pixels, given)
+    # Pixels are the same with other chunks, but every reply shows the plan that was asked for.
+    wishes = (task.plan.chunk, task.plan.collect)
+    return (task.plan.latent_shape, latents.dtype, task.denormalize, task.pixels, given, wishes)
 
 
 def _wire(array: np.ndarray, dtype: str) -> WireTensor:

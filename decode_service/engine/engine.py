@@ -41,6 +41,7 @@ from decode_service.engine.scheduler import Gang, Scheduler, Together
 from decode_service.engine.startup import StartUp
 from decode_service.engine.status import Status
 from decode_service.errors import (
+    DecodeServiceError,
     GroupFailedError,
     NonFiniteLatentsError,
     NotReadyError,
@@ -171,7 +172,7 @@ class DecodeEngine:
             "compile": self._compiled.describe(self._description["compile"]["reason"], cold=self._startup.cold),
             "self_test": dict(self._startup.self_test),
             **self._predictions.describe(),
-            "batching": self._batching.describe(),
+            "batching": self._batching.describe(compiled=self._compiled.any),
             "warm_shapes": [list(shape) for shape in self._startup.warm_shapes],
             "state": self._status.state,
             "warnings": list(self._status.warnings),
@@ -396,16 +397,23 @@ class DecodeEngine:
         self._refuse_if_over()
         begun = time.monotonic()
         tasks = [member.decided() for member in members]
-        joined = await asyncio.to_thread(self._batching.join, tasks, [member.latents for member in members])
-        if joined is None:
-            raise _TogetherFailedError
-        task, latents = joined
         failed = None
         try:
-            parts = await self._group.run(task, latents, ranks)
+            joined = await asyncio.to_thread(self._batching.join, tasks, [member.latents for member in members])
+            if joined is not None:
+                parts = await self._group.run(joined[0], joined[1], ranks)
         except RankError as error:
             self._recovery.ask(error, False)
             failed = error
+        except DecodeServiceError:
+            raise
+        except Exception as error:
+            # Lack of memory for the joined latents, say: each request alone may do, or tells its own failure.
+            logger.exception("requests could not be decoded together")
+            raise _TogetherFailedError from error
+        if joined is None:
+            raise _TogetherFailedError
+        task, _ = joined
         # Outside the except block, so that nothing of the failed attempt is held.
         if failed is not None:
             logger.warning("decoding requests %s one by one after: %s", task.request_id, failed)

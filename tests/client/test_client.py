@@ -137,6 +137,8 @@ class TestOtherRoutes:
         assert plan["asked"] == {"shape": [1, 4, 8, 8], "denormalize": True, "mode": "auto", "output": output}
         with pytest.raises(ValueError, match="8-bit pixels"):
             call(service.url, "plan", (1, 4, 8, 8), format="png", dtype="float32")
+        with pytest.raises(ValueError, match="True or False"):
+            call(service.url, "plan", (1, 4, 8, 8), denormalize=np.True_)
 
     def test_models(self, service: Any, call: Any) -> None:
         assert call(service.url, "models") == [{"name": "demo"}]

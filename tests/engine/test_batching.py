@@ -208,7 +208,7 @@ def test_out_of_memory_together_is_decoded_alone_from_then_on(
     kl: tuple[Path, Any], faults: Faults, whatever_is_faster: None
 ) -> None:
     folder, vae = kl
-    latents = stills(vae, 3)
+    latents = stills(vae, 9)
 
     async def test() -> None:
         async with serving(config_of(folder), faults) as engine:
@@ -216,11 +216,32 @@ def test_out_of_memory_together_is_decoded_alone_from_then_on(
             tasks = await queued(engine, faults, calls)
             faults.on(0, raising(torch.OutOfMemoryError("CUDA out of memory")))
             outcomes = await asyncio.gather(*tasks)
-            assert [outcome.plan.together for outcome in outcomes] == [1, 1, 1]
+            # Also those that were queued before the first pass failed.
+            assert [outcome.plan.together for outcome in outcomes] == [1] * 9
             assert all(outcome.plan.fallback is None for outcome in outcomes), "alone there is memory enough"
             told = engine.describe()["batching"]
             assert "ran out of memory" in told["reason"]
             assert told["max_pixels"] < engine.plan(latents[0].shape).output_pixels
+            outcomes = await asyncio.gather(*await queued(engine, faults, calls))
+            assert [outcome.plan.together for outcome in outcomes] == [1] * 9
+
+    run(test)
+
+
+def test_lack_of_memory_for_what_is_joined_leaves_each_its_own_decode(
+    kl: tuple[Path, Any], faults: Faults, whatever_is_faster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, vae = kl
+    latents = stills(vae, 3)
+
+    def join(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(batching.Batching, "join", join)
+
+    async def test() -> None:
+        async with serving(config_of(folder), faults) as engine:
+            calls = [lambda each=each: engine.decode(job(each)) for each in latents]  # type: ignore[misc]
             outcomes = await asyncio.gather(*await queued(engine, faults, calls))
             assert [outcome.plan.together for outcome in outcomes] == [1, 1, 1]
 

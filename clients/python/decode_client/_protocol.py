@@ -326,6 +326,8 @@ def plan_flow(
     timeout: Timeout = None,
 ) -> Flow[dict[str, Any]]:
     output = _output(format, dtype, range, fps, quality)
+    if not isinstance(denormalize, bool):
+        raise ValueError(f"denormalize must be True or False, got {denormalize!r}")
     # Defaults are left out, so that services that do not know a field yet still plan.
     chosen = {
         each.name: getattr(output, each.name) for each in fields(output) if getattr(output, each.name) != each.default
