@@ -24,8 +24,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from decode_service.decoding.arguments import tensors
 from decode_service.decoding.causal_conv3d import causal_conv3d
 from decode_service.decoding.dense_conv3d import dense_conv3d
+from decode_service.decoding.tracing import is_traced
 
 logger = logging.getLogger(__name__)
 
@@ -376,8 +378,8 @@ _CONVOLUTIONS = frozenset({torch.conv3d, dense_conv3d, causal_conv3d})
 class WithoutCudnn(TorchFunctionMode):
     """While active in this thread, 3-D convolutions run without cuDNN; 2-D ones keep it.
 
-    Entered outside ``ShardedFrame``, it sees the convolutions that the halo rule has made of the decoder's. Under the compiler
-    it does nothing: compiled calls call cuDNN, and are kept only where they are faster.
+    Entered outside ``ShardedFrame``, it sees the convolutions that the halo rule has made of the decoder's. While a compiler
+    follows the decoder it does nothing: compiled calls call cuDNN, and are kept only where they are faster.
     """
 
     def __torch_function__(
@@ -387,7 +389,7 @@ class WithoutCudnn(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _CONVOLUTIONS and not torch.compiler.is_compiling():
+        if func in _CONVOLUTIONS and not any(map(is_traced, tensors(args))):
             with _cudnn_off():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from decode_service.decoding.group_norm import group_moments
 from decode_service.decoding.pixel_norm import EPSILON
+from decode_service.decoding.tracing import is_traced
 
 # B batch, C channels, G groups.
 
@@ -19,9 +20,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fuses(x: torch.Tensor) -> bool:
-    """Whether the functions of this module take ``x``: 4-D or 5-D, its channels last in memory, and not under a compiler."""
+    """Whether the functions of this module take ``x``: 4-D or 5-D, its channels last in memory, and followed by no compiler."""
     return (
-        not torch.compiler.is_compiling()
+        not is_traced(x)
         and x.dim() in (4, 5)
         and x.dtype in _DTYPES
         and x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from decode_service.decoding import convolution_choice, rank
@@ -189,6 +190,15 @@ def test_without_cudnn_only_3d_convolutions_do_without_and_the_flag_comes_back()
             F.conv3d(deep, torch.ones(2, 9, 3, 3, 3))
     assert seen.cudnn == {"conv2d": {True}, "conv3d": {False}, "dense_conv3d": {False}}
     assert torch.backends.cudnn.enabled
+
+
+def test_what_a_compiler_follows_is_left_to_its_own_code() -> None:
+    with Seen() as seen, WithoutCudnn(), FakeTensorMode():
+        F.conv3d(torch.empty(1, 2, 3, 5, 5), torch.empty(2, 2, 3, 3, 3))
+        causal_conv3d(
+            [torch.empty(1, 2, 3, 5, 5)], torch.empty(2, 2, 3, 3, 3), None, None, (1, 1, 1), (0, 1, 1), (1, 1, 1), 1
+        )
+    assert seen.cudnn == {"conv3d": {True}, "causal_conv3d": {True}}
 
 
 @pytest.mark.parametrize("layout", [LAST, PLAIN])

@@ -16,11 +16,14 @@ import pytest
 import torch
 from torch import nn
 
-from decode_service.decoding import norm_activation
+from decode_service.decoding import norm_activation, sharded_compilation
+from decode_service.decoding.communicator import ThreadCommunicator
 from decode_service.decoding.families import FAMILIES
 from decode_service.decoding.rewrites import apply, normalization
 from decode_service.decoding.rewrites.layout import layout_sites
 from decode_service.decoding.rewrites.structure import DecoderStructure
+from decode_service.decoding.sharding import ShardedFrame
+from decode_service.planning.bands import split
 from tests.decoding import models, tiny_models
 from tests.decoding import test_qwen_image21 as qwen21
 from tests.decoding.family_checks import decoded
@@ -114,6 +117,18 @@ def test_decoders_with_fused_norms_give_the_pixels_of_diffusers(fused: dict[str,
         assert plan.mode == mode and plan.ranks == ranks
         assert (pixels - expected).abs().max() < 1e-5, mode
         assert fused["fused"] - before > 10 * ranks
+
+
+def test_no_kernel_meets_a_tensor_without_data_where_a_band_is_compiled(
+    fused: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharded_compilation, "compile_graph", lambda graph, inputs: graph)
+    vae = MODELS["autoencoder_kl"][0]()
+    apply.apply_rewrites(vae, FAMILIES["AutoencoderKL"].structure)
+    band, at_loading = latents_of((1, 4, 2, 3)), fused["fused"]
+    with ShardedFrame(ThreadCommunicator.create(2)[0], "height", split(4, 2)), torch.inference_mode():
+        sharded_compilation.compile_sharded(vae.decoder, (band,), {})
+    assert fused["fused"] == at_loading > 0
 
 
 @pytest.mark.parametrize("name", MODELS)
