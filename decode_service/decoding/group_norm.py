@@ -2,8 +2,8 @@
 
 Both steps are torch's kernels for batch norm: statistics of channels, and one pass that scales and shifts channels. They
 read a feature map in the layout that it has, in half precision too, with sums in float32 or wider, and take no memory
-beside it. Written out with ``var_mean`` and products, the same takes 20 to 40 times as long on a CPU: more than the
-convolutions that follow.
+but the result's. Where the channels come first in memory, statistics come from the kernel for group norm instead. Written
+out with ``var_mean`` and products, the same takes 20 to 40 times as long on a CPU: more than the convolutions that follow.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def group_moments(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Ten
         # No kernel is called, code is written from the formula.
         variance_BG, mean_BG = torch.var_mean(x.float().reshape(x.shape[0], groups, -1), dim=-1, correction=0)
         return mean_BG, variance_BG
-    if x.is_contiguous():
+    # In half precision that kernel gives statistics in float32 on the CPU alone; elsewhere it would round or refuse them.
+    if x.is_contiguous() and (x.dtype == torch.float32 or x.device.type in ("cpu", "meta")):
         return _of_rows(x, groups)
     if x.is_meta:
         # The kernel below does not know such tensors, of which only the memory is counted: it takes none.

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 #: Bytes of the smallest buffer. Sizes are powers of two, as those of torch's own pinned memory are.
 SMALLEST = 1 << 16
-#: Bytes of buffers that wait to be used again; more are given back.
+#: Bytes of buffers that wait to be used again; more are given back, pinned ones to torch, which keeps them for whatever pins next.
 KEPT_BYTES = 2 << 30
 #: Chunks whose copies may be under way at once: their pixels stay on the device until they have landed.
 MOST_UNDER_WAY = 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from decode_service.decoding.group_norm import group_moments, normalize_groups
+from decode_service.decoding.group_norm import _of_channels, group_moments, normalize_groups
 
 GROUPS, EPS = 8, 1e-6
 
@@ -65,6 +65,25 @@ def test_moments_of_large_means_do_not_cancel(layout: str) -> None:
     exact_variance, exact_mean = torch.var_mean(x.double().reshape(2, GROUPS, -1), dim=-1, correction=0)
     assert (mean - exact_mean).abs().max() < 1e-4
     assert ((variance - exact_variance) / exact_variance).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_moments_have_a_mantissa_of_float32_in_every_dtype(device: str, layout: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (LAYOUTS[layout]() + 2).to(device, dtype)
+    exact_variance, exact_mean = torch.var_mean(x.double().reshape(x.shape[0], GROUPS, -1), dim=-1, correction=0)
+    mean, variance = group_moments(x, GROUPS)
+    assert mean.dtype == variance.dtype == torch.float32
+    assert (mean - exact_mean).abs().max() < 1e-5 and (variance - exact_variance).abs().max() < 1e-5
+
+
+def test_statistics_of_channels_serve_both_layouts() -> None:
+    x = LAYOUTS["channels first"]()[:1]
+    of_rows = group_moments(x, GROUPS)
+    for found, expected in zip(_of_channels(x, GROUPS), of_rows, strict=True):
+        assert (found - expected[0]).abs().max() < 1e-6
 
 
 def test_what_overflows_is_seen_to_be_no_number() -> None:
