@@ -38,8 +38,9 @@ _LAYOUT = _resolve(
     "new_zeros ones_like permute pixel_shuffle repeat_interleave reshape reshape_as split squeeze stack swapaxes "
     "transpose unbind unflatten unsqueeze view view_as zeros_like"
 )
-_QUERIES = _resolve("dim element_size get_device is_complex is_contiguous is_floating_point numel size stride")
-_QUERIES |= {
+#: What asks about a tensor and does nothing to it.
+QUERIES = _resolve("dim element_size get_device is_complex is_contiguous is_floating_point numel size stride")
+QUERIES |= {
     getattr(torch.Tensor, name).__get__
     for name in (
         "shape",
@@ -55,4 +56,4 @@ _QUERIES |= {
     )
 }
 #: What is exact on one band of a frame as it stands. ``attention_over_time`` is over the frames of each position.
-LOCAL = frozenset(POINTWISE | _LAYOUT | _QUERIES | {attention_over_time})
+LOCAL = frozenset(POINTWISE | _LAYOUT | QUERIES | {attention_over_time})

@@ -43,7 +43,7 @@ from decode_service.decoding.causal_conv3d import causal_conv3d
 from decode_service.decoding.communicator import Communicator
 from decode_service.decoding.dense_conv3d import dense_conv3d
 from decode_service.decoding.group_norm import group_moments, normalize_groups
-from decode_service.decoding.local_operations import LOCAL, POINTWISE
+from decode_service.decoding.local_operations import LOCAL, POINTWISE, QUERIES
 from decode_service.decoding.norm_activation import group_norm_silu, normalize_groups_silu, rms_norm_silu
 from decode_service.decoding.pixel_norm import pixel_rms_norm
 from decode_service.planning.bands import Band
@@ -817,9 +817,11 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.repeat: ShardedFrame._repeat,
 }
 # Local functions whose result holds the elements of their first argument where they were, halo rows included.
-_SAME_ELEMENTS = frozenset({torch.clone, torch.Tensor.clone, torch.Tensor.contiguous, torch.Tensor.expand})
+_SAME_ELEMENTS = frozenset(
+    {torch.clone, torch.Tensor.clone, torch.Tensor.contiguous, torch.Tensor.expand, torch.Tensor.squeeze}
+)
 # What neither writes to the output of a group norm nor makes a view of it; of F.silu it is known what it writes.
-_KEEP_ROWS_BESIDE = frozenset({F.silu, F.pad, torch.conv2d, torch.conv3d, dense_conv3d, F.dropout})
+_KEEP_ROWS_BESIDE = frozenset({F.silu, F.pad, torch.conv2d, torch.conv3d, dense_conv3d, F.dropout} | QUERIES)
 # What may see bands whose channels are the last dimension, besides functions of each position.
 _CHANNELS_LAST = frozenset(
     {

@@ -27,6 +27,7 @@ from decode_service.decoding.rank import RankDecoder
 from decode_service.decoding.rewrites import NAMES, Rewrite, apply_rewrites, convolutions, normalization
 from decode_service.decoding.rewrites.upsampling import folded
 from decode_service.decoding.sharding import ShardedFrame, UnshardableOperation
+from decode_service.decoding.work import count
 from decode_service.planning.bands import Band
 from decode_service.planning.plan import PixelFormat
 from decode_service.planning.planner import Policy, make_plan
@@ -81,6 +82,19 @@ def test_a_single_frame_is_that_of_diffusers_in_every_exact_mode(name: str) -> N
     latents = latents_of((1, 4, 7, 9) if name == "autoencoder_kl" else (1, 4, 1, 7, 9))
     with torch.inference_mode():
         check_exact_modes(vae, latents, vae.decode(latents).sample)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_rewrites_leave_the_exchanges_between_ranks_as_many_as_they_are(name: str) -> None:
+    build, _ = EXPECTED[name]
+    vae = build()
+    family = FAMILIES[type(vae).__name__]
+
+    def exchanges(model: Any) -> tuple[float, float]:
+        return count(family(model, name)).exchanges
+
+    # Of a single frame, the first pass of a clip, and of each later pass.
+    assert exchanges(rewritten(vae)) == exchanges(vae) and exchanges(vae)[0] > 5
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4])

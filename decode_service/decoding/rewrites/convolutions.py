@@ -37,11 +37,12 @@ class OneFrameConvolution:
         if x_BCTHW.shape[2] != 1 or cached or x_BCTHW.dtype != weight.dtype:
             output: torch.Tensor = super().forward(x_BCTHW, *args, **kwargs)  # type: ignore[misc]
             return output
-        x_BCHW = x_BCTHW.squeeze(2)
         own = (padding.top, padding.left)
         if not padding.by_convolution:
-            x_BCHW = F.pad(x_BCHW, (padding.left, padding.right, padding.top, padding.bottom), mode=padding.mode)
-            own = (0, 0)
+            # Before the frame becomes a picture: under the halo rule the neighbours' rows may have come with the norm before.
+            sides = (padding.left, padding.right, padding.top, padding.bottom, 0, 0)
+            x_BCTHW, own = F.pad(x_BCTHW, sides, mode=padding.mode), (0, 0)
+        x_BCHW = x_BCTHW.squeeze(2)
         y_BCHW = F.conv2d(x_BCHW, weight, conv.bias, conv.stride[-2:], own, conv.dilation[-2:], conv.groups)
         return y_BCHW.unsqueeze(2)
 
