@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.memory import peak_memory
-from decode_service.decoding.communicator import join_group
 from decode_service.decoding.loading import ModelSource
+from decode_service.decoding.process_group import join_group
 from decode_service.decoding.rank import RankDecoder
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import Policy, make_plan

@@ -1,6 +1,6 @@
 """One decode on several ranks against one rank: ``python -m benchmarks.sharding``.
 
-Real processes, gloo between them on the CPU and NCCL on CUDA; one thread or one device each. For each number of ranks,
+Real processes, sockets between them on the CPU and NCCL on CUDA; one thread or one device each. For each number of ranks,
 in turn on the same processes:
 
 - ``one``: rank 0 decodes the whole frame, the others wait;

@@ -83,7 +83,7 @@ class GroupConfig(Section):
 
     Attributes:
         ranks: number of ranks, one process and one device each.
-        device: ``cuda`` (NCCL) or ``cpu`` (gloo).
+        device: ``cuda`` (NCCL) or ``cpu`` (sockets on one host, gloo between several).
         threads: torch threads of one rank on the CPU; None divides the machine's cores.
         cpus_per_rank: logical CPUs that Ray reserves for a rank; None is 1 on CUDA and 0.25 on the CPU (a reservation
             for scheduling, not a limit).

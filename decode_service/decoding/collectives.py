@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from decode_service.decoding.communicator import Communicator
+from decode_service.decoding.communicator import Communicator, Messages
 from decode_service.decoding.sharding import ShardedFrame
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class TracedCommunicator(Communicator):
 
     # The operators are the communicator's, and not operations that the halo rule has a say in.
 
-    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def begin_exchange(self, sends: Messages, receives: Messages) -> Callable[[], None]:
         with torch._C.DisableTorchFunction():
             self.token, *received = torch.ops.decode_service.exchange(
                 self.token,
@@ -64,6 +64,7 @@ class TracedCommunicator(Communicator):
             )
             for (_, buffer), tensor in zip(receives, received, strict=True):
                 buffer.copy_(tensor)
+        return lambda: None
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         with torch._C.DisableTorchFunction():
@@ -97,10 +98,11 @@ class WatchedCommunicator(Communicator):
         self.made: list[tuple[object, ...]] = []
         self.failure: Exception | None = None
 
-    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def begin_exchange(self, sends: Messages, receives: Messages) -> Callable[[], None]:
         described = [[(peer, tuple(x.shape), x.dtype) for peer, x in part] for part in (sends, receives)]
         self.made.append(("exchange", *described))
-        self._watched(lambda: self._communicator.exchange(sends, receives))
+        finish = self._watched(lambda: self._communicator.begin_exchange(sends, receives))
+        return lambda: self._watched(finish)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.made.append(("all_gather", tuple(tensor.shape), tensor.dtype))

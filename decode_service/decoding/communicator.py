@@ -1,23 +1,26 @@
-"""How ranks talk: one small abstract class and two implementations, real process groups and threads of one process.
+"""How ranks talk: one small abstract class, and its implementation for threads of one process.
 
 Everything that sharding needs is built from two primitives, ``exchange`` (point to point) and ``all_gather`` (equal
-shapes), so that a third transport is a page of code.
+shapes), so that another transport is a page of code. ``process_group`` has those of real processes.
 """
 
 from __future__ import annotations
 
-import datetime
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 
 
 class CommunicatorAborted(RuntimeError):
     """A collective was interrupted because the group was aborted or a peer is gone."""
+
+
+#: Ranks, and what goes to each or comes from each.
+Messages: TypeAlias = Sequence[tuple[int, torch.Tensor]]
 
 
 class Communicator(ABC):
@@ -32,11 +35,19 @@ class Communicator(ABC):
     size: int
 
     @abstractmethod
-    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Send and receive all at once: ``sends`` are (peer, tensor), ``receives`` are (peer, buffer to fill).
+    def begin_exchange(self, sends: Messages, receives: Messages) -> Callable[[], None]:
+        """Begin to send and receive all at once: ``sends`` are (peer, tensor), ``receives`` are (peer, buffer to fill).
 
         Tensors must be contiguous; both sides must agree on shapes and on the order of messages between a pair.
+
+        Returns:
+            What waits for the end of it. To be called once, before anything else is asked of the communicator; until then
+            the tensors must stay as they are, and the buffers hold nothing yet.
         """
+
+    def exchange(self, sends: Messages, receives: Messages) -> None:
+        """``begin_exchange``, and wait for its end."""
+        self.begin_exchange(sends, receives)()
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -65,9 +76,10 @@ class SoloCommunicator(Communicator):
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
 
-    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def begin_exchange(self, sends: Messages, receives: Messages) -> Callable[[], None]:
         if sends or receives:
             raise ValueError("a group of one has no peers")
+        return lambda: None
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
@@ -85,7 +97,23 @@ class SoloCommunicator(Communicator):
         return
 
 
-class ThreadCommunicator(Communicator):
+class PairwiseCommunicator(Communicator):
+    """A communicator whose collectives are made of exchanges."""
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        gathered = [tensor if rank == self.rank else torch.empty_like(tensor) for rank in range(self.size)]
+        self.exchange([(peer, tensor) for peer in others], [(peer, gathered[peer]) for peer in others])
+        return gathered
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if self.rank == source:
+            self.exchange([(peer, tensor) for peer in range(self.size) if peer != source], [])
+        else:
+            self.exchange([], [(source, tensor)])
+
+
+class ThreadCommunicator(PairwiseCommunicator):
     """Ranks that are threads of one process and pass tensors through queues."""
 
     _POLL_S = 0.05
@@ -102,24 +130,15 @@ class ThreadCommunicator(Communicator):
         aborted = threading.Event()
         return [cls(rank, mailboxes, aborted) for rank in range(size)]
 
-    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def begin_exchange(self, sends: Messages, receives: Messages) -> Callable[[], None]:
         for peer, tensor in sends:
             self._mailboxes[self.rank][peer].put(tensor.clone())
-        for peer, buffer in receives:
-            buffer.copy_(self._take(peer))
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        gathered[self.rank] = tensor
-        self.exchange([(peer, tensor) for peer in others], [(peer, gathered[peer]) for peer in others])
-        return gathered
+        def finish() -> None:
+            for peer, buffer in receives:
+                buffer.copy_(self._take(peer))
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        if self.rank == source:
-            self.exchange([(peer, tensor) for peer in range(self.size) if peer != source], [])
-        else:
-            self.exchange([], [(source, tensor)])
+        return finish
 
     def agree(self, status: int) -> list[int]:
         return [int(entry) for entry in self.all_gather(torch.tensor([status]))]
@@ -137,104 +156,3 @@ class ThreadCommunicator(Communicator):
 
     def close(self) -> None:
         self._aborted.set()
-
-
-class TorchCommunicator(Communicator):
-    """Ranks that are processes, over ``torch.distributed`` process groups of their own.
-
-    The tensor group carries halos and pixels only: on a communicator shared with other work, halo messages and somebody
-    else's collectives overtake each other. The control group (gloo, CPU) carries agreements.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device) -> None:
-        self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = (group, control)
-        self._closing = threading.Lock()
-        self._device = device
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-
-    def _live(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """The tensor group and the control group."""
-        groups = self._groups
-        if groups is None:
-            raise CommunicatorAborted("the group was aborted")
-        return groups
-
-    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
-        group, _ = self._live()
-        # Group ranks, not global ranks: a group need not start at rank 0.
-        operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends]
-        operations += [dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer) for peer, buffer in receives]
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        group, _ = self._live()
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(gathered, tensor, group=group)
-        return gathered
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        group, _ = self._live()
-        dist.broadcast(tensor, group=group, group_src=source)
-
-    def agree(self, status: int) -> list[int]:
-        _, control = self._live()
-        mine = torch.tensor([status], dtype=torch.int64)
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(gathered, mine, group=control)
-        return [int(entry) for entry in gathered]
-
-    def abort(self) -> None:
-        groups = self._groups
-        if groups is not None and self._device.type == "cuda":
-            groups[0]._get_backend(self._device).abort()
-        del groups
-        self.close()
-
-    def close(self) -> None:
-        # gloo has no abort of its own: its connections close, and the peers' waits end at once, when the last
-        # reference to the group goes. torch has one default group per process, so only the communicator that still holds
-        # groups may destroy it: another one may have been formed since.
-        with self._closing:
-            groups, self._groups = self._groups, None
-            if groups is not None and dist.is_initialized():
-                del groups
-                dist.destroy_process_group()
-
-
-def join_group(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    device: torch.device,
-    *,
-    generation: int,
-    timeout_s: float,
-    agreement_timeout_s: float | None = None,
-) -> Communicator:
-    """Form the group of ``size`` ranks over ``store``: NCCL on CUDA, gloo on the CPU. All ranks must call it together.
-
-    No environment variables are read, so two groups in one process tree cannot collide. After ``abort`` and ``close``
-    the same healthy ranks can join again under the next ``generation``; their weights stay where they are.
-
-    Args:
-        store: reachable by all ranks; one of them hosts it.
-        generation: counts the groups formed over one store, so that a new group never reads the keys of the last.
-        timeout_s: longest wait inside one collective of the tensor group, where ranks work in step.
-        agreement_timeout_s: longest wait for the others to agree, which includes all the work that they do alone (their
-            tiles, their items of a batch); None for ``timeout_s``. A peer that dies is noticed at once either way.
-    """
-    if size == 1:
-        return SoloCommunicator()
-    timeout = datetime.timedelta(seconds=timeout_s)
-    patience = datetime.timedelta(seconds=max(timeout_s, agreement_timeout_s or 0.0))
-    scoped = dist.PrefixStore(f"generation-{generation}", store)
-    dist.init_process_group("gloo", store=scoped, rank=rank, world_size=size, timeout=timeout)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    group = dist.new_group(backend=backend, timeout=timeout)
-    control = dist.new_group(backend="gloo", timeout=patience)
-    communicator = TorchCommunicator(group, control, device)
-    communicator.agree(0)
-    communicator.all_gather(torch.zeros(1, device=device))
-    return communicator

@@ -14,7 +14,7 @@ import json
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from decode_service.decoding.attention import QueryBlocks
-from decode_service.decoding.communicator import Communicator
+from decode_service.decoding.communicator import Communicator, Messages
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.pixels import convert
 from decode_service.decoding.rewrites import prepared_tensors
@@ -118,8 +118,8 @@ class Alone(Communicator):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
-        return
+    def begin_exchange(self, sends: Messages, receives: Messages) -> Callable[[], None]:
+        return lambda: None
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [torch.empty_like(tensor) for _ in range(self.size)]

@@ -24,7 +24,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,21 @@ class UnshardableOperation(RuntimeError):
 #: What a frame knows of a tensor besides its shape: the halo rows that it carries, whether its channels are the last
 #: dimension, and whether it is a constant.
 Marks = tuple[int, bool, bool]
+
+
+class _Beside(NamedTuple):
+    """The rows of the neighbouring bands beside one band, None where there is no neighbour or nobody asked."""
+
+    before: torch.Tensor | None
+    after: torch.Tensor | None
+    #: Of all ranks, in rank order, if they went along.
+    moments: tuple[torch.Tensor, ...] = ()
+
+    def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> _Beside:
+        """What ``function`` makes of the rows."""
+        return _Beside(
+            None if self.before is None else function(self.before), None if self.after is None else function(self.after)
+        )
 
 
 class ShardedFrame(TorchFunctionMode):
@@ -187,7 +202,7 @@ class ShardedFrame(TorchFunctionMode):
         if func in LOCAL:
             output = func(*args, **kwargs)
             if func is F.silu and args and args[0] in self._beside:
-                self._beside[output] = tuple(None if x is None else F.silu(x) for x in self._beside.pop(args[0]))
+                self._beside[output] = self._beside.pop(args[0]).each(F.silu)
             marks = self._channels_last and func in POINTWISE and isinstance(output, torch.Tensor)
             if marks and any(map(self._is_channels_last, args)):
                 self._channels_last[output] = True
@@ -271,56 +286,71 @@ class ShardedFrame(TorchFunctionMode):
         # In the layout of ``x``, which the convolution that follows then need not change.
         padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
         own = padded.narrow(dim, before, length)
+        known: _Beside | None = self._beside.get(x) if len(parts) == 1 and max(before, after) <= 1 else None
+        # Rows travel while the band is copied.
+        finish = self._begin_rows_beside(parts, before, after) if known is None else lambda: known
         if len(parts) == 1:
             own.copy_(x)
         else:
             for frames, part in zip(own.split([part.shape[2] for part in parts], 2), parts, strict=True):
                 frames.copy_(part)
-        beside = self._beside.get(x) if len(parts) == 1 and max(before, after) <= 1 else None
-        if beside is None:
-            beside = self._rows_beside(own, before, after)
-        for start, size, rows in ((0, before, beside[0]), (before + length, after, beside[1])):
+        beside = finish()
+        for start, size, rows in ((0, before, beside.before), (before + length, after, beside.after)):
             if size and rows is not None:
                 padded.narrow(dim, start, size).copy_(rows)
         # What lies outside may reflect more rows than a narrow band has: the neighbour's are here by now.
         if before and self._rank == 0:
-            known = padded.narrow(dim, before, length + (after if last else 0))
-            padded.narrow(dim, 0, before).copy_(_outside(known, dim, before, mode, value, at_start=True))
+            inside = padded.narrow(dim, before, length + (after if last else 0))
+            padded.narrow(dim, 0, before).copy_(_outside(inside, dim, before, mode, value, at_start=True))
         if after and self._rank == last:
-            known = padded.narrow(dim, 0 if last else before, length + (before if last else 0))
-            padded.narrow(dim, before + length, after).copy_(_outside(known, dim, after, mode, value, at_start=False))
+            inside = padded.narrow(dim, 0 if last else before, length + (before if last else 0))
+            padded.narrow(dim, before + length, after).copy_(_outside(inside, dim, after, mode, value, at_start=False))
         return padded
 
-    def _rows_beside(
-        self, x: torch.Tensor, before: int, after: int, moments: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, *tuple[torch.Tensor, ...]]:
-        """The ``before`` and ``after`` rows of the neighbouring bands, None where there is no neighbour.
+    def _begin_rows_beside(
+        self, parts: Sequence[torch.Tensor], before: int, after: int, moments: torch.Tensor | None = None
+    ) -> Callable[[], _Beside]:
+        """Ask for the rows of the neighbouring bands beside ``parts``, which are joined along their frames.
 
         Args:
-            moments: what all ranks get from each other by the way; the result goes on with those of all, in rank order.
+            moments: what all ranks get from each other by the way.
+
+        Returns:
+            What waits for the ``before`` and the ``after`` rows and the moments of all.
         """
-        dim, last = x.dim() + self.dim, len(self._sizes) - 1
+        x, last = parts[-1], len(self._sizes) - 1
+        dim = x.dim() + self.dim
         length, shape = x.shape[dim], list(x.shape)
+        if len(parts) > 1:
+            shape[2] = sum(part.shape[2] for part in parts)
         sends, receives = [], []
         beside: list[torch.Tensor | None] = [None, None]
         for index, peer, ours, theirs in ((0, self._rank - 1, after, before), (1, self._rank + 1, before, after)):
             if not 0 <= peer <= last:
                 continue
             if ours:
-                sends.append((peer, x.narrow(dim, length - ours if index else 0, ours).contiguous()))
+                rows = [part.narrow(dim, length - ours if index else 0, ours) for part in parts]
+                sends.append((peer, (torch.cat(rows, 2) if len(rows) > 1 else rows[0]).contiguous()))
             if theirs:
                 shape[dim] = theirs
-                rows = beside[index] = x.new_empty(shape)
-                receives.append((peer, rows))
+                buffer = beside[index] = x.new_empty(shape)
+                receives.append((peer, buffer))
         gathered: list[torch.Tensor] = []
         if moments is not None:
             gathered = [moments if rank == self._rank else torch.empty_like(moments) for rank in range(last + 1)]
             others = [rank for rank in range(last + 1) if rank != self._rank]
             sends += [(rank, moments) for rank in others]
             receives += [(rank, gathered[rank]) for rank in others]
-        self._communicator.exchange(sends, receives)
+        wait = self._communicator.begin_exchange(sends, receives)
         self.exchanges += 1
-        return beside[0], beside[1], *gathered
+
+        def finish() -> _Beside:
+            wait()
+            # What was sent had to live until here.
+            sends.clear()
+            return _Beside(beside[0], beside[1], tuple(gathered))
+
+        return finish
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """``x`` of all ranks, concatenated in rank order along ``dim``, whose extent follows the bands."""
@@ -460,8 +490,8 @@ class ShardedFrame(TorchFunctionMode):
         moments = torch.stack(group_moments(input, num_groups))
         # A band's outermost rows go along with its statistics: a convolution usually follows, which would ask for them.
         rows = 1 if input.dim() >= 4 else 0
-        before, after, *gathered = self._rows_beside(input, rows, rows, moments)
-        mean, variance = self._merged_moments(gathered, input[0].numel() // num_groups)
+        beside = self._begin_rows_beside([input], rows, rows, moments)()
+        mean, variance = self._merged_moments(beside.moments, input[0].numel() // num_groups)
         # The root of an overflow would be 0, and the picture without contents and finite: it must be seen to be none.
         variance = variance.masked_fill(variance.isinf(), math.nan)
         function: Callable[..., torch.Tensor] = normalize_groups_silu if func is group_norm_silu else normalize_groups
@@ -472,9 +502,7 @@ class ShardedFrame(TorchFunctionMode):
         output = normalized(input)
         if rows:
             layout = _memory_format(input)
-            self._beside[output] = tuple(
-                None if x is None else normalized(x.contiguous(memory_format=layout)) for x in (before, after)
-            )
+            self._beside[output] = beside.each(lambda x: normalized(x.contiguous(memory_format=layout)))
         return output
 
     def _merged_moments(self, moments: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from decode_service.decoding.attention import QueryBlocks
+from decode_service.decoding.communicator import Messages
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.footprint import Alone, clip_lengths, identity, measured_cells, without_data
 from decode_service.decoding.sharding import AXIS_DIM, ShardedFrame
@@ -72,8 +73,9 @@ class _Received(Alone):
         super().__init__(rank, size)
         self.nbytes = 0
 
-    def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
+    def begin_exchange(self, sends: Messages, receives: Messages) -> Callable[[], None]:
         self.nbytes += sum(buffer.numel() * buffer.element_size() for _, buffer in receives)
+        return super().begin_exchange(sends, receives)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

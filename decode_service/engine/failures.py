@@ -15,7 +15,7 @@ from decode_service.decoding.rank import PeerFailedError, RankOutOfMemoryError
 from decode_service.engine.protocol import RankErrorKind, RankFailure
 from decode_service.errors import ConfigError
 
-# gloo raises plain RuntimeErrors; these are the words by which they can be told.
+# torch raises plain RuntimeErrors; these are the words by which they can be told.
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "socket timeout")
 
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from decode_service.config import ServiceConfig
-from decode_service.decoding.communicator import Communicator, SoloCommunicator, join_group
+from decode_service.decoding.communicator import Communicator, SoloCommunicator
 from decode_service.decoding.compilation import use_cache_dir
 from decode_service.decoding.loading import ModelSource
+from decode_service.decoding.process_group import join_group
 from decode_service.decoding.rank import RankDecoder
 from decode_service.engine.failures import describe_failure, free_memory
 from decode_service.engine.places import RankPlace

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from decode_service.decoding.communicator import Communicator, join_group
+from decode_service.decoding import local_sockets
+from decode_service.decoding.communicator import Communicator
+from decode_service.decoding.process_group import SocketCommunicator, TorchCommunicator, join_group
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60.0
 
 
-def run(rank: int, size: int, ports: Any) -> tuple[float, float]:
-    """Fail, be aborted and join again; returns how long this rank waited for a failed and for an aborted peer."""
+def run(one_host: bool, rank: int, size: int, ports: Any) -> tuple[float, float]:
+    """Fail, be aborted and join again; returns how long this rank waited for a failed and for an aborted peer.
+
+    Args:
+        one_host: whether the ranks may see that they are on one host.
+    """
+    with contextlib.ExitStack() as stack:
+        if not one_host:
+            stack.enter_context(mock.patch.object(local_sockets, "host_identity", return_value=f"host {rank}"))
+        return fail_and_join_again(one_host, rank, ports)
+
+
+def fail_and_join_again(one_host: bool, rank: int, ports: Any) -> tuple[float, float]:
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
         for _ in range(2):
@@ -25,6 +40,7 @@ def run(rank: int, size: int, ports: Any) -> tuple[float, float]:
         store = dist.TCPStore("127.0.0.1", ports.get(), 3, is_master=False)
 
     group = join_group(store, rank, 3, CPU, generation=0, timeout_s=TIMEOUT_S)
+    assert isinstance(group, SocketCommunicator if one_host else TorchCommunicator)
     check_all_operations(group)
 
     # Rank 1 fails: it aborts, and the two that wait for it are freed.
@@ -69,6 +85,10 @@ def check_all_operations(group: Communicator) -> None:
     assert received[0, 0] == (rank - 1) % 3
     assert [tensor[0, 0].item() for tensor in group.all_gather(mine)] == [0.0, 1.0, 2.0]
     pixels = torch.full((4,), rank, dtype=torch.uint8)
+    # What was begun is sent and received at the latest when somebody waits for it.
+    finish = group.begin_exchange([((rank + 1) % 3, mine)], [((rank - 1) % 3, received.zero_())])
+    finish()
+    assert received[1, 2] == (rank - 1) % 3
     group.broadcast(pixels, 2)
     assert pixels.tolist() == [2, 2, 2, 2]
     assert group.agree(10 * rank) == [0, 10, 20]

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from decode_service.decoding.communicator import join_group
 from decode_service.decoding.loading import ModelSource
+from decode_service.decoding.process_group import join_group
 from decode_service.decoding.rank import RankDecoder, RankPart
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import Policy, make_plan

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch._functorch.aot_autograd import aot_module_simplified
 
 from decode_service.decoding import compilation, sharded_compilation
-from decode_service.decoding.communicator import join_group
 from decode_service.decoding.loading import ModelSource
+from decode_service.decoding.process_group import join_group
 from decode_service.decoding.rank import RankDecoder, RankPart
 from decode_service.planning import compiled_shapes
 from decode_service.planning.compiled_shapes import MEASURING_ROUNDS, BucketMeasurement

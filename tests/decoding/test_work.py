@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from decode_service.decoding import work
-from decode_service.decoding.communicator import Communicator
+from decode_service.decoding.communicator import Communicator, Messages
 from decode_service.decoding.families import FAMILIES, Family
 from decode_service.decoding.rewrites import apply_rewrites
 from decode_service.decoding.sharding import ShardedFrame
@@ -81,12 +82,12 @@ def test_ranks_exchange_what_was_counted(name: str, frames: int, chunk: int, axi
 
     def decode(communicator: Communicator) -> tuple[int, int]:
         received = 0
-        exchange = communicator.exchange
+        begin = communicator.begin_exchange
 
-        def watched(sends: Any, receives: Any) -> None:
+        def watched(sends: Messages, receives: Messages) -> Callable[[], None]:
             nonlocal received
             received += sum(buffer.numel() * buffer.element_size() for _, buffer in receives)
-            exchange(sends, receives)
+            return begin(sends, receives)
 
         # Statistics travel by all_gather, which is made of exchanges here; they are too small to count.
         gather = communicator.all_gather
@@ -98,7 +99,7 @@ def test_ranks_exchange_what_was_counted(name: str, frames: int, chunk: int, axi
             received = before
             return parts
 
-        communicator.exchange, communicator.all_gather = watched, unwatched  # type: ignore[method-assign]
+        communicator.begin_exchange, communicator.all_gather = watched, unwatched  # type: ignore[method-assign]
         frame = ShardedFrame(communicator, axis, bands)
         band = bands[communicator.rank]
         with torch.inference_mode():
