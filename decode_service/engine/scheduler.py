@@ -74,6 +74,7 @@ class _Ticket(Generic[T]):
         holds_all: whether it holds all of them.
         together: how it can be carried out with others, or None.
         queued_at: on the event loop's clock.
+        waited: whether one like it started while it was there: then it waits no more for others, whatever its window.
     """
 
     work: Work[T]
@@ -86,6 +87,7 @@ class _Ticket(Generic[T]):
     holds_all: bool = False
     together: Together[T] | None = None
     queued_at: float = 0.0
+    waited: bool = False
 
 
 class Scheduler:
@@ -297,7 +299,7 @@ class Scheduler:
     def _waits_for_others(self, ticket: _Ticket[Any]) -> bool:
         """Whether ``ticket``, which could start, still waits for others to join it; then it is asked again in time."""
         how = ticket.together
-        if how is None or how.window_s <= 0 or len(self._alike(ticket)) + 1 >= how.most:
+        if how is None or how.window_s <= 0 or ticket.waited or len(self._alike(ticket)) + 1 >= how.most:
             return False
         loop = asyncio.get_running_loop()
         left_s = ticket.queued_at + how.window_s - loop.time()
@@ -312,6 +314,10 @@ class Scheduler:
         if how is None or how.most < 2:
             return []
         alike = self._alike(ticket)
+        for other in alike:
+            # Those that do not join were left to other ranks, or found the pass full: a window of their own would only keep
+            # these ranks idle once more.
+            other.waited = True
         # What other ranks could begin at once is left to them.
         most = min(how.most, math.ceil((len(alike) + 1) / len(self._idle)))
         joining: list[_Ticket[Any]] = []

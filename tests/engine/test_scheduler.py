@@ -693,6 +693,39 @@ def test_a_window_waits_for_others_and_no_longer_than_it_says() -> None:
     run(test)
 
 
+def test_what_was_left_to_other_ranks_waits_for_no_second_window() -> None:
+    async def test(_: Jobs) -> None:
+        passes = Passes(Scheduler(2, max_jobs=20), most=2, window_s=60.0)
+        tasks = [passes.add("a1"), passes.add("a2")]
+        await settle()
+        # The pass is full, and its second member has a rank of its own, which it does not leave idle for another minute.
+        assert passes.started == ["a1", "a2"]
+        passes.finish("a1", "a2")
+        await asyncio.gather(*tasks)
+        later = passes.add("a3")
+        await settle()
+        assert passes.started[2:] == [], "who comes later has a window like everybody"
+        later.cancel()
+
+    run(test)
+
+
+def test_one_window_is_enough_for_all_that_came_in_it() -> None:
+    async def test(_: Jobs) -> None:
+        passes = Passes(Scheduler(2, max_jobs=20), most=8, window_s=0.5)
+        tasks = [passes.add("a1")]
+        await asyncio.sleep(0.05)
+        tasks += [passes.add(name) for name in ("a2", "a3", "a4")]
+        while not passes.started:
+            await asyncio.sleep(0.005)
+        await settle()
+        assert passes.started == ["a1+a2", "a3+a4"]
+        passes.finish("a1+a2", "a3+a4")
+        await asyncio.gather(*tasks)
+
+    run(test)
+
+
 def test_retries_are_carried_out_alone() -> None:
     async def test(_: Jobs) -> None:
         passes = Passes(Scheduler(1, max_jobs=20))
