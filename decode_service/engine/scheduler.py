@@ -106,6 +106,8 @@ class Scheduler:
         self._max_jobs = max_jobs
         self._queue: FairQueue[_Ticket[Any]] = FairQueue()
         self._running: dict[asyncio.Task[None], list[_Ticket[Any]]] = {}
+        # When the window of the job whose turn it is ends; of others nobody has to know.
+        self._window: asyncio.TimerHandle | None = None
         # Work runs in the context of the scheduler, not in that of the request that submitted it. Ray keeps the current
         # task in a context variable and cancels the children of a cancelled request: actor calls made in the request's
         # own context could be withdrawn from one rank and not from another, in the middle of a collective.
@@ -301,12 +303,24 @@ class Scheduler:
         how = ticket.together
         if how is None or how.window_s <= 0 or ticket.waited or len(self._alike(ticket)) + 1 >= how.most:
             return False
-        loop = asyncio.get_running_loop()
-        left_s = ticket.queued_at + how.window_s - loop.time()
-        if left_s <= 0:
+        over_at = ticket.queued_at + how.window_s
+        if over_at <= asyncio.get_running_loop().time():
             return False
-        loop.call_later(left_s, self._start_what_fits, context=self._context)
+        self._ask_again_at(over_at)
         return True
+
+    def _ask_again_at(self, when: float) -> None:
+        """Start what fits ``when``, on the event loop's clock, instead of at another time that was given before."""
+        if self._window is not None:
+            if self._window.when() == when:
+                # Every job that comes in a window leads here.
+                return
+            self._window.cancel()
+        self._window = asyncio.get_running_loop().call_at(when, self._window_is_over, context=self._context)
+
+    def _window_is_over(self) -> None:
+        self._window = None
+        self._start_what_fits()
 
     def _joining(self, ticket: _Ticket[Any]) -> list[_Ticket[Any]]:
         """Take out of the queue what is carried out with ``ticket``, which was taken out before."""

@@ -726,6 +726,31 @@ def test_one_window_is_enough_for_all_that_came_in_it() -> None:
     run(test)
 
 
+def test_a_window_takes_one_timer_however_many_come_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(_: Jobs) -> None:
+        loop = asyncio.get_running_loop()
+        call_at, timers = loop.call_at, []
+
+        def noted(*args: Any, **kwargs: Any) -> asyncio.TimerHandle:
+            timers.append(call_at(*args, **kwargs))
+            return timers[-1]
+
+        # call_later goes by it too.
+        monkeypatch.setattr(loop, "call_at", noted)
+        passes = Passes(Scheduler(1, max_jobs=100), most=64, window_s=60.0)
+        tasks = [passes.add(f"a{index}", "ann") for index in range(30)]
+        await settle()
+        assert len(timers) == 1
+        tasks[0].cancel()
+        await settle()
+        assert len([timer for timer in timers if not timer.cancelled()]) == 1, "the next one's window instead"
+        assert passes.started == []
+        for task in tasks:
+            task.cancel()
+
+    run(test)
+
+
 def test_retries_are_carried_out_alone() -> None:
     async def test(_: Jobs) -> None:
         passes = Passes(Scheduler(1, max_jobs=20))
