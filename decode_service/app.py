@@ -43,7 +43,6 @@ class DecodeService:
 
     async def __init__(self, config: ServiceConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_like_serve()
-        # Before anything that can fail: Serve calls __del__ on what is half built, too.
         self._engine = DecodeEngine(RayGroup(config), config, RayMetrics(config.model.name))
         try:
             await self._engine.start()
@@ -71,8 +70,11 @@ class DecodeService:
             raise RuntimeError("the group of ranks was given up")
 
     async def __del__(self) -> None:
-        # Ray ends the ranks together with the replica in any case; this ends them before their placement group goes.
-        await self._engine.close()
+        # Ray ends the ranks together with the replica in any case; this ends them before their placement group goes. Serve
+        # calls it on what is half built, too: where not even the engine could be made, there is nothing to end.
+        engine: DecodeEngine | None = getattr(self, "_engine", None)
+        if engine is not None:
+            await engine.close()
 
 
 def deployment_options(config: ServiceConfig) -> dict[str, Any]:
