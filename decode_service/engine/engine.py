@@ -242,7 +242,8 @@ class DecodeEngine:
             may_change_plan=not (strict and forced),
             caller=job.caller,
             replan=self._plans.replan(plan, **wishes),
-            # Who forces a mode wants the same bytes every time.
+            # A caller that forces a mode wants the same bytes every time. An operator that forces direct and allows passes of
+            # several (which are off by default) wants both.
             joins=job.mode == "auto",
         )
         self._predictions.observe(self.spec, run, pixel_bytes=wishes["pixel_bytes"])

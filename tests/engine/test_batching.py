@@ -149,6 +149,24 @@ def test_only_what_is_alike_and_measured_is_decoded_together(
     run(test)
 
 
+def test_an_operator_who_forces_direct_and_allows_passes_gets_both(
+    kl: tuple[Path, Any], faults: Faults, whatever_is_faster: None
+) -> None:
+    folder, vae = kl
+    latents = stills(vae, 1)[0]
+
+    async def test() -> None:
+        async with serving(config_of(folder, mode="direct"), faults) as engine:
+            outcomes = await asyncio.gather(*await queued(engine, faults, [lambda: engine.decode(job(latents))] * 3))
+            assert [outcome.plan.together for outcome in outcomes] == [1, 2, 2]
+        async with serving(config_of(folder, ranks=2, mode="spatial_shard_width"), faults) as engine:
+            told = engine.describe()["batching"]
+            assert not told["active"] and "policy.mode is spatial_shard_width" in told["reason"]
+            assert told["measured"] == [], "nobody could share a pass, so none is timed"
+
+    run(test)
+
+
 @pytest.mark.parametrize(("margin", "tolerance", "why"), [(1e9, 1.0, "not faster"), (-1e9, -1.0, "differ from single")])
 def test_nothing_is_decoded_together_that_does_not_gain_or_differs(
     kl: tuple[Path, Any], faults: Faults, monkeypatch: pytest.MonkeyPatch, margin: float, tolerance: float, why: str
