@@ -67,7 +67,7 @@ class DecodeEngine:
     Args:
         group: the ranks; the engine starts and closes them.
         config: the settings of the application.
-        observer: is told of every request that was decoded, or None.
+        observer: is told of what is decoded for callers, or None.
     """
 
     def __init__(self, group: RankGroup, config: ServiceConfig, observer: DecodeObserver | None = None) -> None:
@@ -247,7 +247,6 @@ class DecodeEngine:
             joins=job.mode == "auto",
         )
         self._predictions.observe(self.spec, run, pixel_bytes=wishes["pixel_bytes"])
-        self._tell_observer(run)
         predicted = {} if run.plan.predicted_ms is None else {"predicted": run.plan.predicted_ms}
         timings = {**run.timings_ms, **predicted, "total": (time.monotonic() - begun) * 1e3}
         outcome = outcome_of(run, job.pixels.dtype, timings)
@@ -266,11 +265,13 @@ class DecodeEngine:
         return outcome
 
     def _tell_observer(self, run: Run) -> None:
+        """Tell of ``run``, which may be any of those that shared a pass."""
         if self._observer is None:
             return
-        predicted_s = None if run.plan.predicted_ms is None else run.plan.predicted_ms / 1e3
+        plan = run.plan
+        predicted_s = None if plan.predicted_ms is None else plan.predicted_ms / 1e3
         try:
-            self._observer.decoded(run.plan.mode, run.timings_ms["decode"] / 1e3, predicted_s)
+            self._observer.decoded(plan.mode, run.timings_ms["decode"] / 1e3, predicted_s, plan.together)
         except Exception:
             logger.exception("metrics of a decode could not be noted")
 
@@ -320,6 +321,8 @@ class DecodeEngine:
                     caller=caller,
                     deadline=deadline,
                     admitted=admitted or retries.any or failed_together,
+                    # The engine's own decodes are no requests.
+                    observed=not admitted,
                     alone=None if not joins else task.plan if replan is None else replan(full(self._group.size)),
                 )
             except RankError as raised:
@@ -349,9 +352,10 @@ class DecodeEngine:
         caller: str,
         deadline: float | None,
         admitted: bool,
+        observed: bool,
         alone: DecodePlan | None,
     ) -> Run:
-        """Queue a run. ``decided`` is asked for the task once ``gang`` has been.
+        """Queue a run. ``decided`` is asked for the task once ``gang`` has been; ``observed`` is whether the observer is told.
 
         ``alone`` is how one rank decodes it; it may be decoded together with others so. None: it may not.
         """
@@ -368,7 +372,10 @@ class DecodeEngine:
                 self._recovery.ask(error, needs_all_ranks(task.plan))
                 raise
             self._compiled.add(ranks, parts)
-            return Run(task.plan, parts, _timings_ms(submitted, begun, parts))
+            run = Run(task.plan, parts, _timings_ms(submitted, begun, parts))
+            if observed:
+                self._tell_observer(run)
+            return run
 
         return await self._scheduler.run(
             work,
@@ -421,7 +428,10 @@ class DecodeEngine:
             self._batching.failed(task.plan, failed)
             raise _TogetherFailedError
         times = [_timings_ms(member.submitted, begun, parts) for member in members]
-        return self._batching.share(tasks[0], task, parts[0], times)
+        runs = self._batching.share(tasks[0], task, parts[0], times)
+        # Once: it took the rank no more time for being shared.
+        self._tell_observer(runs[0])
+        return runs
 
     def _refuse_if_over(self) -> None:
         """

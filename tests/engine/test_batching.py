@@ -70,6 +70,17 @@ def decoded(vae: Any, latents: np.ndarray) -> np.ndarray:
         return np.asarray(vae.decode(torch.from_numpy(latents)).sample)
 
 
+class Observer:
+    """A ``DecodeObserver`` that remembers."""
+
+    def __init__(self) -> None:
+        self.requests: list[int] = []
+
+    def decoded(self, mode: str, seconds: float, predicted_seconds: float | None, requests: int) -> None:
+        assert seconds > 0
+        self.requests.append(requests)
+
+
 async def queued(
     engine: DecodeEngine, faults: Faults, calls: Sequence[Callable[[], Awaitable[DecodeOutcome]]]
 ) -> list[asyncio.Task[DecodeOutcome]]:
@@ -88,14 +99,15 @@ def test_what_waits_is_decoded_in_one_pass_to_the_pixels_of_each_alone(
     kl: tuple[Path, Any], faults: Faults, whatever_is_faster: None
 ) -> None:
     folder, vae = kl
-    latents = stills(vae, 7)
+    latents, observer = stills(vae, 7), Observer()
 
     async def test() -> None:
-        async with serving(config_of(folder), faults) as engine:
+        async with serving(config_of(folder), faults, observer) as engine:
             calls = [lambda each=each: engine.decode(job(each, caller="a")) for each in latents]  # type: ignore[misc]
             outcomes = await asyncio.gather(*await queued(engine, faults, calls))
             assert [outcome.plan.together for outcome in outcomes] == [1, 4, 4, 4, 4, 2, 2]
             assert [task.plan.together for _, task in faults.tasks] == [1, 4, 2]
+            assert observer.requests == [1, 4, 2], "its time is told once for each pass, with the number of requests"
             alone = [await engine.decode(job(each)) for each in latents]
             for each, outcome, single in zip(latents, outcomes, alone, strict=True):
                 assert single.plan.together == 1
@@ -268,10 +280,10 @@ def test_lack_of_memory_for_what_is_joined_leaves_each_its_own_decode(
 
 def test_who_leaves_takes_nobody_along(kl: tuple[Path, Any], faults: Faults, whatever_is_faster: None) -> None:
     folder, vae = kl
-    latents = stills(vae, 4)
+    latents, observer = stills(vae, 4), Observer()
 
     async def test() -> None:
-        async with serving(config_of(folder), faults) as engine:
+        async with serving(config_of(folder), faults, observer) as engine:
             running, release = threading.Event(), threading.Event()
 
             def hold(task: RankTask) -> None:
@@ -297,6 +309,7 @@ def test_who_leaves_takes_nobody_along(kl: tuple[Path, Any], faults: Faults, wha
             outcome = await tasks[3]
             assert outcome.plan.together == 3
             assert np.abs(outcome.assemble() - decoded(vae, latents[3])).max() < 1e-5
+            assert observer.requests == [1, 3], "the ranks were busy for them too"
 
     run(test)
 

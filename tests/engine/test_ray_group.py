@@ -176,11 +176,12 @@ def test_a_model_that_cannot_be_loaded_is_named(cluster: None, tiny_wan: TinyWan
 
 
 def test_what_requests_took_is_exported_by_model_and_mode(cluster: None) -> None:
-    from decode_service.telemetry import ACTUAL_TO_PREDICTED, DECODE_SECONDS, RayMetrics
+    from decode_service.telemetry import ACTUAL_TO_PREDICTED, DECODE_SECONDS, DECODED_REQUESTS, RayMetrics
 
     observer = RayMetrics("lab/tiny")
-    observer.decoded("direct", 0.3, 0.2)
-    observer.decoded("tile", 3.0, None)
+    observer.decoded("direct", 0.3, 0.2, 1)
+    observer.decoded("direct", 0.7, None, 4)
+    observer.decoded("tile", 3.0, None, 1)
     address = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
 
     def exported() -> dict[str, float]:
@@ -199,6 +200,9 @@ def test_what_requests_took_is_exported_by_model_and_mode(cluster: None) -> None
     assert value(f"{DECODE_SECONDS}_count", 'mode="tile"') == 1
     assert value(f"{DECODE_SECONDS}_bucket", 'mode="direct"', 'le="0.2"') == 0
     assert value(f"{DECODE_SECONDS}_bucket", 'mode="direct"', 'le="0.5"') == 1
+    # Five requests in two passes.
+    assert value(f"{DECODE_SECONDS}_count", 'mode="direct"') == 2
+    assert value(f"{DECODED_REQUESTS}_total", 'mode="direct"') == 5
     # 1.5 times as long as predicted.
     assert value(f"{ACTUAL_TO_PREDICTED}_bucket", 'mode="direct"', 'le="1.25"') == 0
     assert value(f"{ACTUAL_TO_PREDICTED}_bucket", 'mode="direct"', 'le="2.0"') == 1
