@@ -115,7 +115,7 @@ class DecodeEngine:
         info = await self._group.start()
         self._description = dict(info.description)
         self._plans.loaded(info.spec, self._description.get("device_memory_bytes"))
-        await self._startup.run(may_compile=bool(self._description["compile"]["active"]))
+        await self._startup.run(may_compile=bool(self._description["compile"]["active"]), warnings=info.warnings)
         self._status.state = "ready"
         self._startup.warm_again_where_cold()
         logger.info(

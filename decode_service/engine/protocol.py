@@ -230,10 +230,17 @@ class RankPixels:
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """What the ranks say of the model once it is loaded: its spec, and a JSON-able description for ``/v1/models``."""
+    """What a rank, or a group, says of the model once it is loaded.
+
+    Attributes:
+        spec: of the model.
+        description: JSON-able, for ``/v1/models``.
+        warnings: for people; of a group, what is not the same on all its ranks.
+    """
 
     spec: ModelSpec
     description: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
 
 
 class RankGroup(Protocol):

@@ -35,7 +35,10 @@ def cluster() -> Iterator[None]:
 
 
 def faulty_worker(folder: Path) -> Callable[[ServiceConfig, RankPlace], Any]:
-    """Ranks that do once what a file ``folder/<rank>`` says. Defined in a function, so that it is pickled by value."""
+    """Ranks that do once what a file ``folder/<rank>`` says, and of which number 1 lacks a rewrite.
+
+    Defined in a function, so that it is pickled by value.
+    """
 
     def make(config: ServiceConfig, place: RankPlace) -> Any:
         from decode_service.decoding.compilation import CompileFailedError
@@ -56,6 +59,10 @@ def faulty_worker(folder: Path) -> Callable[[ServiceConfig, RankPlace], Any]:
                     return describe_failure(error)
                 return super().decode(task, latents, dtype)
 
+        if place.rank == 1:
+            config = config.model_copy(
+                update={"rewrites": config.rewrites.model_copy(update={"one_frame_conv2d": False})}
+            )
         return Faulty(config, place)
 
     return make
@@ -104,6 +111,10 @@ def test_two_processes_give_the_pixels_of_diffusers_whatever_happens_to_them(
         async with serving(config, tmp_path) as (engine, group):
             first = [where.pid for where in group.environments]
             assert len(set(first)) == 2
+
+            # A rewrite that one of them lacks changes what they exchange, so both do without.
+            assert "off on rank 1 of 2" in engine.describe()["rewrites"]["one_frame_conv2d"]["reason"]
+            assert len(engine.readiness().warnings) == 1
 
             # Every exact mode, and every way to collect.
             assert engine.describe()["self_test"] == {"height": "exact", "width": "exact"}
