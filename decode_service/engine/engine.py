@@ -123,11 +123,11 @@ class DecodeEngine:
         )
 
     async def close(self) -> None:
-        """End the ranks. Jobs that still wait get ``NotReadyError``. Callable twice."""
+        """End the ranks, once what runs on them has returned. Jobs that still wait get ``NotReadyError``. Callable twice."""
         self._startup.stop()
-        if self._status.state != "closed":
-            self._status.state = "closed"
-            await self._scheduler.drain()
+        self._status.state = "closed"
+        # By every caller: a second one must not end ranks for which the first still waits.
+        await self._scheduler.drain()
         await self._group.close()
 
     def healthy(self) -> bool:

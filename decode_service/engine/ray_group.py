@@ -265,10 +265,12 @@ class RayGroup:
         while True:
             await asyncio.sleep(PING_PERIOD_S)
             pings = {asyncio.ensure_future(self._call(rank, "ping")): rank for rank in ranks}
+            for ping in pings:
+                # Only the first that fails is told of, and none once this is cancelled.
+                ping.add_done_callback(_read)
             _, silent = await asyncio.wait(pings, timeout=limit_s)
             for ping, rank in pings.items():
                 if ping in silent:
-                    ping.add_done_callback(_read)
                     raise RankError("stalled", rank, f"no answer to a ping for {limit_s:g} s", lost=(rank,))
                 ping.result()
 
