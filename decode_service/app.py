@@ -175,7 +175,8 @@ class Probe:
 async def _ask_readiness(application: str) -> str:
     """What the ingress of ``application`` says of itself."""
     try:
-        handle = serve.get_app_handle(application)
+        # It asks the controller and waits, too.
+        handle = await asyncio.to_thread(serve.get_app_handle, application)
         return str(await asyncio.wait_for(handle.readiness.remote(), READINESS_LIMIT_S))
     except TimeoutError:
         return "does not answer"
