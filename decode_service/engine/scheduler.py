@@ -9,7 +9,8 @@ ranks that are idle. How long a small job takes is predicted at best, so it coul
 later. So a job with k others of its caller before it waits for at most k + 1 turns of each other caller.
 
 Jobs of one rank that are alike can be carried out together, where the one whose turn it is says how (``Together``). Others
-join it out of turn, which costs those who wait no more than the time by which the whole takes longer than the one.
+join it out of turn, which costs those who wait no more than the time by which the whole takes longer than the one. It may say
+how long it waits for others although a rank is idle; everything behind it waits with it.
 
 Where the queue is full, a caller that has much in it gives way to one that has less.
 
@@ -108,6 +109,7 @@ class Scheduler:
         self._running: dict[asyncio.Task[None], list[_Ticket[Any]]] = {}
         # When the window of the job whose turn it is ends; of others nobody has to know.
         self._window: asyncio.TimerHandle | None = None
+        self._draining = False
         # Work runs in the context of the scheduler, not in that of the request that submitted it. Ray keeps the current
         # task in a context variable and cancels the children of a cancelled request: actor calls made in the request's
         # own context could be withdrawn from one rank and not from another, in the middle of a collective.
@@ -196,7 +198,9 @@ class Scheduler:
         return self._submit(alone, gang=True, head=True, exclusive=True).result
 
     async def drain(self) -> None:
-        """Return when no job waits or runs."""
+        """Return when no job waits or runs. From now on none waits for others to join it."""
+        self._draining = True
+        self._start_what_fits()
         while self._queue or self._running:
             await asyncio.wait(list(self._running) or [ticket.result for ticket in self._queue])
 
@@ -301,7 +305,13 @@ class Scheduler:
     def _waits_for_others(self, ticket: _Ticket[Any]) -> bool:
         """Whether ``ticket``, which could start, still waits for others to join it; then it is asked again in time."""
         how = ticket.together
-        if how is None or how.window_s <= 0 or ticket.waited or len(self._alike(ticket)) + 1 >= how.most:
+        if (
+            how is None
+            or how.window_s <= 0
+            or ticket.waited
+            or self._draining
+            or len(self._alike(ticket)) + 1 >= how.most
+        ):
             return False
         over_at = ticket.queued_at + how.window_s
         if over_at <= asyncio.get_running_loop().time():

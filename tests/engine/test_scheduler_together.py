@@ -274,6 +274,20 @@ def test_a_window_takes_one_timer_however_many_come_in_it(monkeypatch: pytest.Mo
     run(test)
 
 
+def test_a_scheduler_that_drains_waits_for_no_window() -> None:
+    async def test(_: Jobs) -> None:
+        passes = Passes(Scheduler(1, max_jobs=20), window_s=60.0)
+        tasks = [passes.add("a1"), passes.add("a2")]
+        await settle()
+        drained = asyncio.create_task(passes.scheduler.drain())
+        await settle()
+        assert passes.started == ["a1+a2"] and not drained.done()
+        passes.finish("a1+a2")
+        await asyncio.gather(*tasks, drained)
+
+    run(test)
+
+
 def test_retries_are_carried_out_alone() -> None:
     async def test(_: Jobs) -> None:
         passes = Passes(Scheduler(1, max_jobs=20))
