@@ -384,17 +384,21 @@ class DecodeEngine:
             pixels=decided().plan.output_pixels,
             deadline=deadline,
             admitted=admitted,
-            together=None if alone is None else self._together(_Member(decided, latents, submitted), alone),
+            together=None if alone is None else self._together(_Member(decided, latents, submitted), alone, deadline),
         )
 
-    def _together(self, member: _Member, alone: DecodePlan) -> Together[Run] | None:
+    def _together(self, member: _Member, alone: DecodePlan, deadline: float | None) -> Together[Run] | None:
         """How a request that one rank decodes as ``alone`` says can be decoded with others; None where it cannot."""
         task = replace(member.decided(), plan=alone)
         most = self._batching.most(alone, task.pixels)
         if most < 2:
             return None
         key = key_of(task, member.latents)
-        return Together(key, most, member, self._work_together, self._batching.window_s)
+        window_s = self._batching.window_s
+        if deadline is not None:
+            # It must still be decoded in time, which a rank that was idle could have begun at once.
+            window_s = min(window_s, max(0.0, deadline - member.submitted) / 2)
+        return Together(key, most, member, self._work_together, window_s)
 
     async def _work_together(self, members: Sequence[_Member], ranks: Sequence[int]) -> list[Run]:
         """Decode the requests of ``members`` in one pass.

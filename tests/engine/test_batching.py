@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -157,6 +158,21 @@ def test_only_what_is_alike_and_measured_is_decoded_together(
             assert [outcome.plan.together for outcome in outcomes] == [1] * 4
             told = engine.describe()["batching"]
             assert not told["active"] and "max_items" in told["reason"] and told["measured"] == []
+
+    run(test)
+
+
+def test_a_request_is_decoded_before_its_deadline_whatever_the_window(
+    kl: tuple[Path, Any], faults: Faults, whatever_is_faster: None
+) -> None:
+    folder, vae = kl
+    latents = stills(vae, 1)[0]
+
+    async def test() -> None:
+        async with serving(config_of(folder, batch={"max_items": 4, "window_ms": 10_000}), faults) as engine:
+            begun = time.monotonic()
+            outcome = await engine.decode(job(latents, deadline_s=2.0))
+            assert 0.9 < time.monotonic() - begun < 2 and outcome.plan.together == 1
 
     run(test)
 
