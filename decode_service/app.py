@@ -43,7 +43,6 @@ class DecodeService:
 
     async def __init__(self, config: ServiceConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_like_serve()
-        # Before anything that can fail: Serve calls __del__ on what is half built, too.
         self._engine = DecodeEngine(RayGroup(config), config, RayMetrics(config.model.name))
         try:
             await self._engine.start()
@@ -71,8 +70,11 @@ class DecodeService:
             raise RuntimeError("the group of ranks was given up")
 
     async def __del__(self) -> None:
-        # Ray ends the ranks together with the replica in any case; this ends them before their placement group goes.
-        await self._engine.close()
+        # Ray ends the ranks together with the replica in any case; this ends them before their placement group goes. Serve
+        # calls it on what is half built, too: where not even the engine could be made, there is nothing to end.
+        engine: DecodeEngine | None = getattr(self, "_engine", None)
+        if engine is not None:
+            await engine.close()
 
 
 def deployment_options(config: ServiceConfig) -> dict[str, Any]:
@@ -173,7 +175,8 @@ class Probe:
 async def _ask_readiness(application: str) -> str:
     """What the ingress of ``application`` says of itself."""
     try:
-        handle = serve.get_app_handle(application)
+        # It asks the controller and waits, too.
+        handle = await asyncio.to_thread(serve.get_app_handle, application)
         return str(await asyncio.wait_for(handle.readiness.remote(), READINESS_LIMIT_S))
     except TimeoutError:
         return "does not answer"

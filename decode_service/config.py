@@ -160,9 +160,12 @@ class BatchConfig(Section):
 
     Attributes:
         max_items: requests that one pass takes at most. With more than 1 the engine measures at the start up to which size
-            of frames passes of so many, and of two, take less time and give the same pixels, for about ``calibration.seconds``.
+            of frames passes of so many, and of two, take less time and give the same pixels, for about
+            ``calibration.seconds``, also where ``calibration.enabled`` is false. Requests that force a mode are decoded
+            alone; where ``policy.mode`` is ``direct`` those that force none share passes, and where it is any other mode
+            none do.
         window_ms: how long a request may wait, although a rank is idle, for others to come; what is behind it in the queue
-            waits with it. 0: only what waits anyway is decoded together.
+            waits with it. Never more than half of the time to its deadline. 0: only what waits anyway is decoded together.
     """
 
     max_items: int = Field(default=1, ge=1, le=64)
@@ -204,8 +207,10 @@ class CalibrationConfig(Section):
     """Decodes that are timed at the start, on the ranks that serve, so that plans can predict how long they take.
 
     Attributes:
-        enabled: whether to. Without, ``auto`` decides by fixed rules and no plan has a predicted time.
-        seconds: how long it may take, about. Longer decodes tell more.
+        enabled: whether to. Without, ``auto`` decides by fixed rules and no plan has a predicted time. Passes of several
+            requests (``policy.batch``) are timed whatever it says, because there are none without.
+        seconds: how long it may take, about. Longer decodes tell more. Timing passes of several requests may take as long
+            once more.
     """
 
     enabled: Switch = True

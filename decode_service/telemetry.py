@@ -5,6 +5,7 @@ from __future__ import annotations
 from ray.serve import metrics
 
 DECODE_SECONDS = "decode_service_decode_seconds"
+DECODED_REQUESTS = "decode_service_decoded_requests"
 ACTUAL_TO_PREDICTED = "decode_service_decode_actual_to_predicted"
 
 #: Upper bounds of histogram buckets, in seconds: from a preview on one rank to a long video on a few.
@@ -15,7 +16,10 @@ RATIOS = [0.125, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0]
 
 
 class RayMetrics:
-    """A ``DecodeObserver`` whose histograms are Ray's, by model and mode. Ray puts ``ray_`` before their names.
+    """A ``DecodeObserver`` whose metrics are Ray's, by model and mode. Ray puts ``ray_`` before their names.
+
+    Several requests that share a pass are one observation of its time, so that times add up to what the ranks were busy; how many
+    requests there were is counted beside it.
 
     Inside a replica Serve adds the names of application, deployment and replica.
     """
@@ -23,8 +27,13 @@ class RayMetrics:
     def __init__(self, model: str) -> None:
         self._seconds = metrics.Histogram(
             DECODE_SECONDS,
-            description="Seconds that the ranks took to decode a request, or the pass that it shared, without queue and transfer.",
+            description="Seconds that the ranks took to decode a request, or several in one pass, without queue and transfer.",
             boundaries=SECONDS,
+            tag_keys=("model", "mode"),
+        )
+        self._requests = metrics.Counter(
+            DECODED_REQUESTS,
+            description="Requests that the ranks decoded, alone or several in one pass.",
             tag_keys=("model", "mode"),
         )
         self._ratio = metrics.Histogram(
@@ -33,11 +42,12 @@ class RayMetrics:
             boundaries=RATIOS,
             tag_keys=("model", "mode"),
         )
-        for histogram in (self._seconds, self._ratio):
-            histogram.set_default_tags({"model": model})
+        for metric in (self._seconds, self._requests, self._ratio):
+            metric.set_default_tags({"model": model})
 
-    def decoded(self, mode: str, seconds: float, predicted_seconds: float | None) -> None:
+    def decoded(self, mode: str, seconds: float, predicted_seconds: float | None, requests: int) -> None:
         """See ``DecodeObserver``."""
         self._seconds.observe(seconds, tags={"mode": mode})
+        self._requests.inc(requests, tags={"mode": mode})
         if predicted_seconds:
             self._ratio.observe(seconds / predicted_seconds, tags={"mode": mode})

@@ -97,6 +97,9 @@ class Batching:
     async def measure(self, decode: Decode, *, seconds: float, max_pixels: int) -> None:
         """Compare passes of two and of ``max_items`` with single ones for growing frames, while they gain.
 
+        Where the operator allows passes of several this is done whatever ``calibration.enabled`` says, which is about
+        predicted times: without it there would be no such passes.
+
         Args:
             decode: carries out a task of the engine's own.
             seconds: how long it may take, about.
@@ -104,9 +107,14 @@ class Batching:
         """
         if self._settings.max_items < 2:
             return
-        spec = self._plans.spec
+        spec, mode = self._plans.spec, self._plans.policy.mode
         if spec.tile_only:
             self.reason = "the model decodes by its own tiles only"
+            return
+        if mode not in ("auto", "direct"):
+            # Requests that ask for another mode themselves are decoded alone.
+            self.reason = f"policy.mode is {mode}, and passes of several requests are direct"
+            logger.warning("%s: policy.batch does nothing: %s", spec.name, self.reason)
             return
         begun = time.monotonic()
         chunk = self._plans.policy.chunk or 1

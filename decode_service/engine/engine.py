@@ -67,7 +67,7 @@ class DecodeEngine:
     Args:
         group: the ranks; the engine starts and closes them.
         config: the settings of the application.
-        observer: is told of every request that was decoded, or None.
+        observer: is told of what is decoded for callers, or None.
     """
 
     def __init__(self, group: RankGroup, config: ServiceConfig, observer: DecodeObserver | None = None) -> None:
@@ -115,7 +115,7 @@ class DecodeEngine:
         info = await self._group.start()
         self._description = dict(info.description)
         self._plans.loaded(info.spec, self._description.get("device_memory_bytes"))
-        await self._startup.run(may_compile=bool(self._description["compile"]["active"]))
+        await self._startup.run(may_compile=bool(self._description["compile"]["active"]), warnings=info.warnings)
         self._status.state = "ready"
         self._startup.warm_again_where_cold()
         logger.info(
@@ -123,11 +123,11 @@ class DecodeEngine:
         )
 
     async def close(self) -> None:
-        """End the ranks. Jobs that still wait get ``NotReadyError``. Callable twice."""
+        """End the ranks, once what runs on them has returned. Jobs that still wait get ``NotReadyError``. Callable twice."""
         self._startup.stop()
-        if self._status.state != "closed":
-            self._status.state = "closed"
-            await self._scheduler.drain()
+        self._status.state = "closed"
+        # By every caller: a second one must not end ranks for which the first still waits.
+        await self._scheduler.drain()
         await self._group.close()
 
     def healthy(self) -> bool:
@@ -242,11 +242,11 @@ class DecodeEngine:
             may_change_plan=not (strict and forced),
             caller=job.caller,
             replan=self._plans.replan(plan, **wishes),
-            # Who forces a mode wants the same bytes every time.
+            # A caller that forces a mode wants the same bytes every time. An operator that forces direct and allows passes of
+            # several (which are off by default) wants both.
             joins=job.mode == "auto",
         )
         self._predictions.observe(self.spec, run, pixel_bytes=wishes["pixel_bytes"])
-        self._tell_observer(run)
         predicted = {} if run.plan.predicted_ms is None else {"predicted": run.plan.predicted_ms}
         timings = {**run.timings_ms, **predicted, "total": (time.monotonic() - begun) * 1e3}
         outcome = outcome_of(run, job.pixels.dtype, timings)
@@ -265,11 +265,13 @@ class DecodeEngine:
         return outcome
 
     def _tell_observer(self, run: Run) -> None:
+        """Tell of ``run``, which may be any of those that shared a pass."""
         if self._observer is None:
             return
-        predicted_s = None if run.plan.predicted_ms is None else run.plan.predicted_ms / 1e3
+        plan = run.plan
+        predicted_s = None if plan.predicted_ms is None else plan.predicted_ms / 1e3
         try:
-            self._observer.decoded(run.plan.mode, run.timings_ms["decode"] / 1e3, predicted_s)
+            self._observer.decoded(plan.mode, run.timings_ms["decode"] / 1e3, predicted_s, plan.together)
         except Exception:
             logger.exception("metrics of a decode could not be noted")
 
@@ -319,6 +321,8 @@ class DecodeEngine:
                     caller=caller,
                     deadline=deadline,
                     admitted=admitted or retries.any or failed_together,
+                    # The engine's own decodes are no requests.
+                    observed=not admitted,
                     alone=None if not joins else task.plan if replan is None else replan(full(self._group.size)),
                 )
             except RankError as raised:
@@ -348,9 +352,10 @@ class DecodeEngine:
         caller: str,
         deadline: float | None,
         admitted: bool,
+        observed: bool,
         alone: DecodePlan | None,
     ) -> Run:
-        """Queue a run. ``decided`` is asked for the task once ``gang`` has been.
+        """Queue a run. ``decided`` is asked for the task once ``gang`` has been; ``observed`` is whether the observer is told.
 
         ``alone`` is how one rank decodes it; it may be decoded together with others so. None: it may not.
         """
@@ -367,7 +372,10 @@ class DecodeEngine:
                 self._recovery.ask(error, needs_all_ranks(task.plan))
                 raise
             self._compiled.add(ranks, parts)
-            return Run(task.plan, parts, _timings_ms(submitted, begun, parts))
+            run = Run(task.plan, parts, _timings_ms(submitted, begun, parts))
+            if observed:
+                self._tell_observer(run)
+            return run
 
         return await self._scheduler.run(
             work,
@@ -376,17 +384,21 @@ class DecodeEngine:
             pixels=decided().plan.output_pixels,
             deadline=deadline,
             admitted=admitted,
-            together=None if alone is None else self._together(_Member(decided, latents, submitted), alone),
+            together=None if alone is None else self._together(_Member(decided, latents, submitted), alone, deadline),
         )
 
-    def _together(self, member: _Member, alone: DecodePlan) -> Together[Run] | None:
+    def _together(self, member: _Member, alone: DecodePlan, deadline: float | None) -> Together[Run] | None:
         """How a request that one rank decodes as ``alone`` says can be decoded with others; None where it cannot."""
         task = replace(member.decided(), plan=alone)
         most = self._batching.most(alone, task.pixels)
         if most < 2:
             return None
         key = key_of(task, member.latents)
-        return Together(key, most, member, self._work_together, self._batching.window_s)
+        window_s = self._batching.window_s
+        if deadline is not None:
+            # It must still be decoded in time, which a rank that was idle could have begun at once.
+            window_s = min(window_s, max(0.0, deadline - member.submitted) / 2)
+        return Together(key, most, member, self._work_together, window_s)
 
     async def _work_together(self, members: Sequence[_Member], ranks: Sequence[int]) -> list[Run]:
         """Decode the requests of ``members`` in one pass.
@@ -420,7 +432,10 @@ class DecodeEngine:
             self._batching.failed(task.plan, failed)
             raise _TogetherFailedError
         times = [_timings_ms(member.submitted, begun, parts) for member in members]
-        return self._batching.share(tasks[0], task, parts[0], times)
+        runs = self._batching.share(tasks[0], task, parts[0], times)
+        # Once: it took the rank no more time for being shared.
+        self._tell_observer(runs[0])
+        return runs
 
     def _refuse_if_over(self) -> None:
         """

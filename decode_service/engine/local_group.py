@@ -17,6 +17,7 @@ from decode_client.wire import WireTensor
 
 from decode_service.config import ServiceConfig
 from decode_service.decoding.communicator import ThreadCommunicator
+from decode_service.engine.agreement import load_alike
 from decode_service.engine.failures import describe_failure
 from decode_service.engine.outcomes import settle
 from decode_service.engine.places import RankPlace
@@ -54,10 +55,17 @@ class LocalGroup:
         self._threads = [ThreadPoolExecutor(1, f"rank-{rank}") for rank in range(self.size)]
         places = [RankPlace(rank, self.size, self.size) for rank in range(self.size)]
         self._workers = [self._make_worker(self._config, place) for place in places]
-        # One after another: they share the cores, and Python's imports.
-        infos = [await self._on(rank, self._workers[rank].load, self._compile) for rank in range(self.size)]
+
+        async def load(without: frozenset[str]) -> list[GroupInfo]:
+            # One after another: they share the cores, and Python's imports.
+            return [
+                await self._on(rank, self._workers[rank].load, self._compile, True, without)
+                for rank in range(self.size)
+            ]
+
+        info = await load_alike(load)
         self._join()
-        return infos[0]
+        return info
 
     async def run(self, task: RankTask, latents: WireTensor, ranks: Sequence[int]) -> list[RankPixels]:
         """Carry out ``task`` on ``ranks``; see ``RankGroup``."""

@@ -50,7 +50,7 @@ class _Mode:
     """What is known of decodes in one mode; logarithms of factors.
 
     Attributes:
-        count: decodes so far.
+        count: predicted decodes so far, however many.
         correction: of the constants.
         at_start: what it was when the service became ready.
         times_ms: predicted and actual ones, of the last decodes.
@@ -62,7 +62,7 @@ class _Mode:
     times_ms: deque[tuple[float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def public(self) -> dict[str, Any]:
-        """How well the last decodes were predicted."""
+        """The count of all decodes, and how well the last ``WINDOW`` were predicted."""
         ratios = [actual / predicted for predicted, actual in self.times_ms]
         return {
             "count": self.count,

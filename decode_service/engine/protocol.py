@@ -230,10 +230,17 @@ class RankPixels:
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """What the ranks say of the model once it is loaded: its spec, and a JSON-able description for ``/v1/models``."""
+    """What a rank, or a group, says of the model once it is loaded.
+
+    Attributes:
+        spec: of the model.
+        description: JSON-able, for ``/v1/models``.
+        warnings: for people; of a group, what is not the same on all its ranks.
+    """
 
     spec: ModelSpec
     description: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
 
 
 class RankGroup(Protocol):
@@ -292,15 +299,18 @@ class RankGroup(Protocol):
 
 
 class DecodeObserver(Protocol):
-    """Is told of every request that was decoded, for metrics. What it raises is logged, and is nobody's failure."""
+    """Is told of all that the ranks decode for callers, for metrics. What it raises is logged, and is nobody's failure."""
 
-    def decoded(self, mode: str, seconds: float, predicted_seconds: float | None) -> None:
-        """A request was decoded.
+    def decoded(self, mode: str, seconds: float, predicted_seconds: float | None, requests: int) -> None:
+        """The ranks have decoded one request, or several in one pass; told once for all of them.
+
+        Also where nobody waits for the pixels any more, and where they hold NaN, so that the request is decoded again.
 
         Args:
             mode: of the plan that ran.
             seconds: that the ranks took, without queue and transfer.
             predicted_seconds: what the plan said of them, or None where it predicted nothing.
+            requests: how many were decoded; more than one where they shared a pass.
         """
         ...
 

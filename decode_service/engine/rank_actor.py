@@ -41,10 +41,10 @@ class RankActor:
         self._worker = (make_worker or RankWorker)(config, place)
         self._store: dist.TCPStore | None = None
 
-    def load(self, compile_enabled: bool, measure: bool) -> GroupInfo | RankFailure:
+    def load(self, compile_enabled: bool, measure: bool, without: frozenset[str]) -> GroupInfo | RankFailure:
         """See ``RankWorker.load``."""
         try:
-            return self._worker.load(compile_enabled, measure)
+            return self._worker.load(compile_enabled, measure, without)
         except Exception as error:
             return _failure(error)
 

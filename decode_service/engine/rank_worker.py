@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -26,7 +27,8 @@ from decode_service.planning.spec import StrideTiles
 
 
 class RankWorker:
-    """One rank of a group. ``load`` comes first, then ``attach`` or ``join``, then any number of ``decode``.
+    """One rank of a group. ``load`` comes first (again where the ranks have to agree), then ``attach`` or ``join``, then any
+    number of ``decode``.
 
     Only ``abort`` may be called while another method runs.
     """
@@ -45,13 +47,22 @@ class RankWorker:
             raise RuntimeError("load the model first")
         return self._decoder
 
-    def load(self, compile_enabled: bool, measure: bool = True) -> GroupInfo:
-        """Load the model; ``measure`` also what it takes of memory, which a group that recovers knows already.
+    def load(self, compile_enabled: bool, measure: bool = True, without: Collection[str] = frozenset()) -> GroupInfo:
+        """Load the model, in place of one that was loaded before.
+
+        Args:
+            compile_enabled: whether it may be compiled.
+            measure: whether to measure what it takes of memory and time too, which a group that recovers knows already.
+            without: rewrites to leave off, whatever the settings say.
 
         Raises:
             Exception: whatever loading raises, with a message for the operator.
         """
         model, tile = self.config.model, self.config.policy.tile
+        if self._decoder is not None:
+            # The device may not hold two.
+            self._decoder = None
+            free_memory()
         if compile_enabled:
             use_cache_dir(self.config.compile.cache_dir)
         self._decoder = RankDecoder.load(
@@ -67,7 +78,7 @@ class RankWorker:
             tiles=None if tile is None else StrideTiles(tile.size_px, tile.stride_px),
             compile_enabled=compile_enabled,
             cuda_graphs=self.config.compile.cuda_graphs,
-            rewrites=self.config.rewrites.enabled(),
+            rewrites=[name for name in self.config.rewrites.enabled() if name not in without],
             threads=self._threads(),
         )
         # One rank speaks for all.

@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from decode_service.config import ServiceConfig
+from decode_service.engine.agreement import load_alike
 from decode_service.engine.outcomes import settle
 from decode_service.engine.places import RankEnvironment, RankPlace
 from decode_service.engine.protocol import GroupInfo, RankError, RankFailure, RankPixels, RankTask
@@ -198,10 +199,16 @@ class RayGroup:
         self._ranks = [_Rank(actor, where) for actor, where in zip(actors, environments, strict=True)]
 
     async def _load(self) -> GroupInfo:
-        infos: list[GroupInfo] = await self._on_all(
-            "load", self._compile_off is None, not self._started, limit_s=self._config.group.start_timeout_s
-        )
-        return infos[0]
+        async def load(without: frozenset[str]) -> list[GroupInfo]:
+            return await self._on_all(
+                "load",
+                self._compile_off is None,
+                not self._started,
+                without,
+                limit_s=self._config.group.start_timeout_s,
+            )
+
+        return await load_alike(load)
 
     async def _join(self) -> None:
         assert self._store_address is not None
@@ -258,10 +265,12 @@ class RayGroup:
         while True:
             await asyncio.sleep(PING_PERIOD_S)
             pings = {asyncio.ensure_future(self._call(rank, "ping")): rank for rank in ranks}
+            for ping in pings:
+                # Only the first that fails is told of, and none once this is cancelled.
+                ping.add_done_callback(_read)
             _, silent = await asyncio.wait(pings, timeout=limit_s)
             for ping, rank in pings.items():
                 if ping in silent:
-                    ping.add_done_callback(_read)
                     raise RankError("stalled", rank, f"no answer to a ping for {limit_s:g} s", lost=(rank,))
                 ping.result()
 

@@ -102,6 +102,9 @@ class Recovery:
         # New processes mend everything that new communicators would.
         error: RankError | None = next(iter(sorted(to_mend, key=lambda e: not e.needs_new_processes)), None)
         while error is not None:
+            if self._status.state == "closed":
+                # Nothing will be decoded any more, and new ranks would only keep the end waiting.
+                return
             if error.needs_new_processes and not self._may_rebuild():
                 self._give_up(error)
                 return

@@ -9,7 +9,8 @@ ranks that are idle. How long a small job takes is predicted at best, so it coul
 later. So a job with k others of its caller before it waits for at most k + 1 turns of each other caller.
 
 Jobs of one rank that are alike can be carried out together, where the one whose turn it is says how (``Together``). Others
-join it out of turn, which costs those who wait no more than the time by which the whole takes longer than the one.
+join it out of turn, which costs those who wait no more than the time by which the whole takes longer than the one. It may say
+how long it waits for others although a rank is idle; everything behind it waits with it.
 
 Where the queue is full, a caller that has much in it gives way to one that has less.
 
@@ -74,6 +75,7 @@ class _Ticket(Generic[T]):
         holds_all: whether it holds all of them.
         together: how it can be carried out with others, or None.
         queued_at: on the event loop's clock.
+        waited: whether one like it started while it was there: then it waits no more for others, whatever its window.
     """
 
     work: Work[T]
@@ -86,6 +88,7 @@ class _Ticket(Generic[T]):
     holds_all: bool = False
     together: Together[T] | None = None
     queued_at: float = 0.0
+    waited: bool = False
 
 
 class Scheduler:
@@ -104,6 +107,9 @@ class Scheduler:
         self._max_jobs = max_jobs
         self._queue: FairQueue[_Ticket[Any]] = FairQueue()
         self._running: dict[asyncio.Task[None], list[_Ticket[Any]]] = {}
+        # When the window of the job whose turn it is ends; of others nobody has to know.
+        self._window: asyncio.TimerHandle | None = None
+        self._draining = False
         # Work runs in the context of the scheduler, not in that of the request that submitted it. Ray keeps the current
         # task in a context variable and cancels the children of a cancelled request: actor calls made in the request's
         # own context could be withdrawn from one rank and not from another, in the middle of a collective.
@@ -192,7 +198,9 @@ class Scheduler:
         return self._submit(alone, gang=True, head=True, exclusive=True).result
 
     async def drain(self) -> None:
-        """Return when no job waits or runs."""
+        """Return when no job waits or runs. From now on none waits for others to join it."""
+        self._draining = True
+        self._start_what_fits()
         while self._queue or self._running:
             await asyncio.wait(list(self._running) or [ticket.result for ticket in self._queue])
 
@@ -297,14 +305,32 @@ class Scheduler:
     def _waits_for_others(self, ticket: _Ticket[Any]) -> bool:
         """Whether ``ticket``, which could start, still waits for others to join it; then it is asked again in time."""
         how = ticket.together
-        if how is None or how.window_s <= 0 or len(self._alike(ticket)) + 1 >= how.most:
+        if (
+            how is None
+            or how.window_s <= 0
+            or ticket.waited
+            or self._draining
+            or len(self._alike(ticket)) + 1 >= how.most
+        ):
             return False
-        loop = asyncio.get_running_loop()
-        left_s = ticket.queued_at + how.window_s - loop.time()
-        if left_s <= 0:
+        over_at = ticket.queued_at + how.window_s
+        if over_at <= asyncio.get_running_loop().time():
             return False
-        loop.call_later(left_s, self._start_what_fits, context=self._context)
+        self._ask_again_at(over_at)
         return True
+
+    def _ask_again_at(self, when: float) -> None:
+        """Start what fits ``when``, on the event loop's clock, instead of at another time that was given before."""
+        if self._window is not None:
+            if self._window.when() == when:
+                # Every job that comes in a window leads here.
+                return
+            self._window.cancel()
+        self._window = asyncio.get_running_loop().call_at(when, self._window_is_over, context=self._context)
+
+    def _window_is_over(self) -> None:
+        self._window = None
+        self._start_what_fits()
 
     def _joining(self, ticket: _Ticket[Any]) -> list[_Ticket[Any]]:
         """Take out of the queue what is carried out with ``ticket``, which was taken out before."""
@@ -312,6 +338,10 @@ class Scheduler:
         if how is None or how.most < 2:
             return []
         alike = self._alike(ticket)
+        for other in alike:
+            # Those that do not join were left to other ranks, or found the pass full: a window of their own would only keep
+            # these ranks idle once more.
+            other.waited = True
         # What other ranks could begin at once is left to them.
         most = min(how.most, math.ceil((len(alike) + 1) / len(self._idle)))
         joining: list[_Ticket[Any]] = []

@@ -85,16 +85,19 @@ class StartUp:
         self.warm_shapes: list[list[int]] = []
         self.cold = False
 
-    async def run(self, *, may_compile: bool) -> None:
+    async def run(self, *, may_compile: bool, warnings: Sequence[str] = ()) -> None:
         """Test, calibrate and warm up the ranks, which are loaded.
 
         Args:
             may_compile: whether the ranks can compile their decoder.
+            warnings: of what they found when they loaded it.
 
         Raises:
             GroupFailedError: if the group broke too often.
         """
         self._may_compile = may_compile
+        for warning in warnings:
+            self._warn(warning)
         self._warn_of_untested_model()
         self._warn_of_useless_warmup()
         self._status.state = "self_test"

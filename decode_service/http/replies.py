@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from decode_client.wire import MSGPACK_CONTENT_TYPE, OutputSpec, tensor_reply_prefix
@@ -20,6 +22,10 @@ ChunkType = Literal["bytes", "memoryview"]
 CHUNK_BYTES = 4 << 20
 #: Proxies commonly refuse more than 8 KB of headers in all.
 MAX_PLAN_HEADER_CHARS = 4096
+
+# Encoding takes seconds for a video. In the threads that everything shares, a few of them would keep latents from being
+# checked, and from being handed to ranks that are idle.
+_encoders = ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0))), thread_name_prefix="encode")
 
 
 def tensor_reply(
@@ -53,7 +59,7 @@ async def file_reply(
     Raises:
         UnsupportedOutputError: the encoder refuses the pixels.
     """
-    encoded = await asyncio.to_thread(_encode, outcome, output)
+    encoded = await asyncio.get_running_loop().run_in_executor(_encoders, _encode, outcome, output)
     stages.lap("encode")
     headers = describe(outcome, model, request_id, stages)
     headers["Content-Disposition"] = f'inline; filename="decoded{encoded.extension}"'

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from decode_service.errors import InvalidRequestError
+from decode_service.planning.demands import MAX_OPERAND_ELEMENTS
 from decode_service.planning.plan import MODES
-from decode_service.planning.planner import MAX_OPERAND_ELEMENTS
 from decode_service.planning.spec import ModelSpec, OverlapTiles, RectangleTiles, StrideTiles
 
 _EXAMPLES = 8

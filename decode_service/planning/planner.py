@@ -13,20 +13,16 @@ has none) and says so, and ``strict`` makes that an error.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from decode_service.errors import InvalidLatentsError, InvalidRequestError, UnsupportedModeError
 from decode_service.planning.bands import Band, split
-from decode_service.planning.cost import Amount, Calibration, amount
+from decode_service.planning.cost import Amount, Calibration
+from decode_service.planning.demands import MAX_OPERAND_ELEMENTS, Demands, Settled, Tiles, largest
 from decode_service.planning.load import Load
-from decode_service.planning.memory import MemoryNeed, gib, memory_need
+from decode_service.planning.memory import MemoryNeed
 from decode_service.planning.plan import COLLECTS, MODES, SHARD_AXIS, Axis, Collect, DecodePlan, Mode
 from decode_service.planning.spec import ModelSpec
-from decode_service.planning.tiles import TileGrid, assign_largest_first
-
-MAX_OPERAND_ELEMENTS = 2**31 - 1
 
 #: The reason of a plan in the mode that was forced.
 ASKED_FOR = "asked for"
@@ -36,13 +32,6 @@ DIRECT_MAX_PIXELS = 512 * 512
 
 #: Predictions that differ by less are equal. Then the mode that leaves most to other requests goes first.
 MODE_MARGIN = 0.1
-
-#: Lengths of passes that are compared where nobody asks for one, and what the shortest may take more than the best.
-CHUNKS = (1, 2, 4, 8, 16)
-CHUNK_MARGIN = 0.05
-
-#: Latent rows and columns that one rank decodes at a time.
-Region = tuple[int, int]
 
 # Latent channels by which people recognise a VAE; used only to say which model a request was probably meant for.
 LIKELY_VAES = {
@@ -184,8 +173,8 @@ def make_plan(
 
 def amount_of(spec: ModelSpec, plan: DecodePlan, *, pixel_bytes: int = 1) -> Amount | None:
     """What the rank that has most to do does in ``plan``; None for a model whose work was not counted."""
-    planner = _Planner(spec, plan.latent_shape, plan.ranks, Policy(), plan.collect, plan.chunk, pixel_bytes)
-    return planner.amount(plan.mode, plan.chunk, _tiles_of(spec, plan))
+    demands = Demands(spec, plan.latent_shape, plan.ranks, None, plan.collect, plan.chunk, pixel_bytes)
+    return demands.amount(plan.mode, plan.chunk, Tiles.of_plan(spec, plan))
 
 
 def need_in_float32(
@@ -195,12 +184,10 @@ def need_in_float32(
     if spec.footprint is None:
         return None
     cast = replace(spec, footprint=spec.footprint.in_float32())
-    policy = Policy(memory_budget_bytes=budget_bytes)
-    planner = _Planner(cast, plan.latent_shape, plan.ranks, policy, plan.collect, plan.chunk, pixel_bytes)
-    region = planner.region(plan.mode)
-    if plan.tiles is not None:
-        region = _largest_tile(plan.tiles)
-    return planner.need(plan.mode, region, plan.chunk, _tiles_of(spec, plan))
+    demands = Demands(cast, plan.latent_shape, plan.ranks, budget_bytes, plan.collect, plan.chunk, pixel_bytes)
+    tiles = Tiles.of_plan(spec, plan)
+    region = demands.region(plan.mode) if tiles is None else tiles.largest()
+    return demands.need(plan.mode, region, plan.chunk, tiles)
 
 
 def together(
@@ -214,12 +201,12 @@ def together(
     if plan.mode != "direct" or plan.needs_group or plan.latent_shape[0] != 1 or items < 2:
         return None
     shape = (items, *plan.latent_shape[1:])
-    planner = _Planner(spec, shape, 1, policy, plan.collect, plan.chunk, pixel_bytes)
-    region = planner.region(plan.mode)
-    if items * planner.operand_elements(region, plan.chunk) > MAX_OPERAND_ELEMENTS:
-        return None
-    need = planner.need(plan.mode, region, plan.chunk, None, together=items)
     budget = policy.memory_budget_bytes
+    demands = Demands(spec, shape, 1, budget, plan.collect, plan.chunk, pixel_bytes)
+    region = demands.region(plan.mode)
+    if items * demands.operand_elements(region, plan.chunk) > MAX_OPERAND_ELEMENTS:
+        return None
+    need = demands.need(plan.mode, region, plan.chunk, None, together=items)
     if need is not None and budget is not None and need.per_rank_bytes > budget:
         return None
     reason = f"{plan.reason}; {items} requests in one pass"
@@ -229,18 +216,11 @@ def together(
     )
 
 
-def _tiles_of(spec: ModelSpec, plan: DecodePlan) -> _Tiles | None:
-    if plan.tiles is None:
-        return None
-    return _Tiles(plan.tiles, plan.tiles.areas() * spec.tile_parts(plan.latent_shape), plan.owners, plan.ranks)
+class _Planner(Demands):
+    """One planning problem: takes a mode, by what each demands and what the operator and the caller wish, and builds its plan.
 
-
-def _largest_tile(grid: TileGrid) -> Region:
-    return max(row.size for row in grid.rows), max(column.size for column in grid.columns)
-
-
-class _Planner:
-    """One planning problem; every method is a pure function of the constructor's arguments."""
+    Every method is a pure function of the constructor's arguments.
+    """
 
     def __init__(
         self,
@@ -253,18 +233,8 @@ class _Planner:
         pixel_bytes: int = 1,
         calibration: Calibration | None = None,
     ) -> None:
-        self.spec = spec
-        self.shape = shape
-        self.size = group_size
+        super().__init__(spec, shape, group_size, policy.memory_budget_bytes, collect, chunk, pixel_bytes, calibration)
         self.policy = policy
-        self.collect = collect
-        self.frames, self.height, self.width = spec.output_extents(shape)
-        self.latent_frames = shape[2] if len(shape) == 5 else 1
-        self.calibration = None if spec.work is None else calibration
-        # None: the planner chooses.
-        self.chunk = chunk if chunk is not None and spec.chunked else 1
-        self.free_chunk = chunk is None and spec.chunked and self.calibration is not None
-        self.pixel_bytes = pixel_bytes
 
     def under(self, load: Load) -> DecodePlan:
         """``auto`` with something else to do: one rank where it shortens the queue and gives the same pixels."""
@@ -369,180 +339,15 @@ class _Planner:
             return self.direct(reason)
         return self.divided(mode, reason)
 
-    def predictions(self) -> tuple[tuple[str, float], ...]:
-        """Every exact mode that can run and its predicted time in milliseconds, those that hold fewer ranks first."""
-        if self.calibration is None or self.spec.tile_only:
-            return ()
-        times = []
-        for mode in ("direct", "batch", *self.axes_by_length()):
-            if mode != "direct" and self.size == 1:
-                continue
-            if self.problem(mode) is None:
-                milliseconds = self.predicted_ms(mode, self.settle(mode, self.region(mode)).chunk)
-                times += [] if milliseconds is None else [(mode, milliseconds)]
-        return tuple(times)
-
-    def predicted_ms(self, mode: str, chunk: int, tiles: _Tiles | None = None) -> float | None:
-        """How long the ranks take in ``mode``; None where nobody measured."""
-        done = self.amount(mode, chunk, tiles)
-        return None if done is None or self.calibration is None else self.calibration.seconds(done, mode) * 1e3
-
-    def amount(self, mode: str, chunk: int, tiles: _Tiles | None) -> Amount | None:
-        """What the rank that has most to do does in ``mode``; None where nobody counted."""
-        region = self.region(mode)
-        parallel = min(self.size, self.shape[0]) if mode == "batch" else self.size
-        return amount(
-            self.spec,
-            self.shape,
-            mode=mode,
-            ranks=tiles.ranks if tiles else 1 if mode == "direct" else parallel,
-            chunk=chunk,
-            share=region[0] * region[1] / (self.shape[-2] * self.shape[-1]),
-            items=split(self.shape[0], parallel)[0].size if mode == "batch" else self.shape[0],
-            collect=self.collect,
-            pixel_bytes=self.pixel_bytes,
-            tiles=tiles.jobs() if tiles else (),
-        )
-
-    def soonest_chunk(self, mode: str, region: Region, tiles: _Tiles | None) -> int:
-        """The length of passes that nobody asked for: the shortest that is as good as the best that fits."""
-        budget = self.policy.memory_budget_bytes
-        times = {}
-        for chunk in CHUNKS:
-            need = self.need(mode, region, chunk, tiles)
-            too_much = need is not None and budget is not None and need.per_rank_bytes > budget
-            beyond = self.operand_elements(region, chunk) > MAX_OPERAND_ELEMENTS or too_much
-            if chunk > 1 and (beyond or chunk > self.latent_frames - 1):
-                break
-            milliseconds = self.predicted_ms(mode, chunk, tiles)
-            assert milliseconds is not None
-            times[chunk] = milliseconds
-        least = min(times.values())
-        return next(chunk for chunk, milliseconds in times.items() if milliseconds * (1 - CHUNK_MARGIN) <= least)
-
-    def axes_by_length(self) -> tuple[str, str]:
-        """Both spatial modes, the longer axis first, width on ties."""
-        if self.shape[-2] > self.shape[-1]:
-            return "spatial_shard_height", "spatial_shard_width"
-        return "spatial_shard_width", "spatial_shard_height"
-
-    def problem(self, mode: str) -> str | None:
-        """Why ``mode`` cannot decode this request, or None."""
-        spec = self.spec
-        if mode == "tile":
-            return spec.no_tiles_reason if spec.tiles is None else None
-        if spec.tile_only:
-            return f"{spec.class_name} decodes by its own tiles only; {spec.no_exact_axes_reason}"
-        if mode == "batch":
-            if self.shape[0] < 2:
-                return "batch divides items over ranks, and there is one item"
-        elif mode.startswith("spatial_shard"):
-            axis = SHARD_AXIS[mode]
-            if axis not in spec.exact_axes:
-                return spec.no_exact_axes_reason or f"{spec.class_name} cannot be sharded along the {axis}"
-            if self.size < 2:
-                return "the group has one rank"
-            cells = self.cells(axis)
-            if cells < self.size * spec.min_band_cells:
-                each = f" with at least {spec.min_band_cells} each" if spec.min_band_cells > 1 else ""
-                return f"{cells} latent cells of {axis} are fewer than {self.size} ranks{each}"
-        return self.settle(mode, self.region(mode)).problem
-
-    def cells(self, axis: str) -> int:
-        """Latent cells of ``height`` or ``width``."""
-        return self.shape[-2] if axis == "height" else self.shape[-1]
-
-    def region(self, mode: str) -> Region:
-        """Latent rows and columns that one rank decodes at a time; items of a batch go one by one."""
-        rows, columns = self.shape[-2:]
-        if mode == "spatial_shard_height":
-            rows = split(rows, self.size)[0].size
-        elif mode == "spatial_shard_width":
-            columns = split(columns, self.size)[0].size
-        return rows, columns
-
-    def operand_elements(self, region: Region, chunk: int) -> int:
-        """Elements of the widest operand of one pass over ``region``, padding included."""
-        first, later = self.spec.operand_per_pixel_first, self.spec.operand_per_pixel
-        if self.spec.pass_frames:
-            per_pixel = first + later * (min(self.spec.pass_frames, self.latent_frames) - 1)
-        else:
-            per_pixel = max(first, later * min(chunk, self.latent_frames - 1))
-        return int(per_pixel * self.padded_pixels(region))
-
-    def padded_pixels(self, region: Region) -> int:
-        ratio, padding = self.spec.spatial_ratio, self.spec.operand_padding
-        return (region[0] * ratio + padding) * (region[1] * ratio + padding)
-
-    def fitting_chunk(self, region: Region, wished: int) -> int | None:
-        """The longest chunk up to ``wished`` whose operands PyTorch's kernels can index; None if there is none.
-
-        Any chunk gives the same pixels, so one that is too long is shortened rather than refused.
-        """
-        if self.operand_elements(region, wished) <= MAX_OPERAND_ELEMENTS:
-            return wished
-        if self.operand_elements(region, 1) > MAX_OPERAND_ELEMENTS:
-            return None
-        per_frame = self.spec.operand_per_pixel * self.padded_pixels(region)
-        return min(wished, int(MAX_OPERAND_ELEMENTS / per_frame))
-
-    def settle(self, mode: str, region: Region, tiles: _Tiles | None = None) -> _Settled:
-        """The longest chunk with which ``mode`` fits the kernels and the memory, what it needs, and why none does."""
-        wished = self.soonest_chunk(mode, region, tiles) if self.free_chunk else self.chunk
-        chunk = self.fitting_chunk(region, wished)
-        if chunk is None:
-            return _Settled(
-                1,
-                None,
-                f"its widest operand would have {self.operand_elements(region, 1):.2e} elements, over the "
-                f"{MAX_OPERAND_ELEMENTS} that PyTorch's kernels can index",
-            )
-        need = self.need(mode, region, chunk, tiles)
-        budget = self.policy.memory_budget_bytes
-        if need is None or budget is None or need.per_rank_bytes <= budget:
-            return _Settled(chunk, need, None)
-
-        def fits(frames: int) -> bool:
-            shorter = self.need(mode, region, frames, tiles)
-            return shorter is not None and shorter.per_rank_bytes <= budget
-
-        # Longer than the rest of the clip is the rest of the clip.
-        fewer = _largest(min(chunk, self.latent_frames - 1) - 1, fits) if self.spec.chunked else 0
-        if fewer > 0:
-            return _Settled(fewer, self.need(mode, region, fewer, tiles), None, bound="what fits the memory")
-        return _Settled(
-            chunk, need, f"it needs {gib(need.per_rank_bytes)} of memory on a rank, and the budget is {gib(budget)}"
-        )
-
-    def need(
-        self, mode: str, region: Region, chunk: int, tiles: _Tiles | None, *, together: int = 1
-    ) -> MemoryNeed | None:
-        """The memory that ``mode`` needs of the rank that needs most; None where the model was not measured."""
-        items = split(self.shape[0], min(self.size, self.shape[0]))[0].size if mode == "batch" else self.shape[0]
-        need = memory_need(
-            self.spec,
-            self.shape,
-            mode=mode,
-            share=region[0] * region[1] / (self.shape[-2] * self.shape[-1]),
-            items=items,
-            chunk=chunk,
-            collect=self.collect,
-            pixel_bytes=self.pixel_bytes,
-            tile_cells=sum(tiles.work) if tiles else 0,
-            owned_tile_cells=tiles.largest_share() if tiles else 0,
-            together=together,
-        )
-        return None if need is None else replace(need, budget_bytes=self.policy.memory_budget_bytes)
-
     def what_would_fit(self) -> str:
         """Advice for a request that nothing can decode: the nearest ones that this group can, as sizes."""
         batch, width = self.shape[0], self.shape[-1]
         advice = []
         if batch > 1:
-            fits = _largest(batch - 1, lambda n: self.can((n, *self.shape[1:])))
+            fits = largest(batch - 1, lambda n: self.can((n, *self.shape[1:])))
             advice.append(f"{fits} items at a time" if fits else "")
         if not any(advice) and self.latent_frames > 1:
-            frames = _largest(self.latent_frames - 1, lambda t: self.can((1, self.shape[1], t, *self.shape[-2:])))
+            frames = largest(self.latent_frames - 1, lambda t: self.can((1, self.shape[1], t, *self.shape[-2:])))
             advice.append(f"{frames} latent frames at a time" if frames else "")
         if not any(advice):
             one = (1, *self.shape[1:-2])
@@ -550,7 +355,7 @@ class _Planner:
             def scaled(columns: int) -> tuple[int, int]:
                 return max(1, self.shape[-2] * columns // width), columns
 
-            columns = _largest(width - 1, lambda n: self.can((*one, *scaled(n))))
+            columns = largest(width - 1, lambda n: self.can((*one, *scaled(n))))
             if columns:
                 height_px, width_px = (cells * self.spec.spatial_ratio for cells in scaled(columns))
                 advice.append(f"a frame of {height_px} x {width_px} pixels")
@@ -585,12 +390,8 @@ class _Planner:
         return self.plan(mode, ranks, axis, split(extent, ranks), reason)
 
     def tile(self, reason: str, *, fallback: str | None = None, advise: bool = True) -> DecodePlan:
-        assert self.spec.tiles is not None
-        grid = self.spec.tiles.grid(self.shape[-2], self.shape[-1], self.spec.spatial_ratio, self.spec.decoder_ratio)
-        work = grid.areas() * self.spec.tile_parts(self.shape)
-        ranks = min(self.size, len(work))
-        tiles = _Tiles(grid, tuple(work), assign_largest_first(work, ranks), ranks)
-        region = _largest_tile(grid)
+        tiles = self.tiles()
+        region = tiles.largest()
         settled = self.settle("tile", region, tiles)
         if settled.problem:
             advice = f"; what would fit: {self.what_would_fit()}" if advise else ""
@@ -601,7 +402,7 @@ class _Planner:
                 f"{settled.problem}{advice}",
                 param="latents.shape",
             )
-        return self.plan("tile", ranks, None, (), reason, fallback=fallback, tiles=tiles, settled=settled)
+        return self.plan("tile", tiles.ranks, None, (), reason, fallback=fallback, tiles=tiles, settled=settled)
 
     def plan(
         self,
@@ -612,8 +413,8 @@ class _Planner:
         reason: str,
         *,
         fallback: str | None = None,
-        tiles: _Tiles | None = None,
-        settled: _Settled | None = None,
+        tiles: Tiles | None = None,
+        settled: Settled | None = None,
     ) -> DecodePlan:
         chosen: Mode = mode  # type: ignore[assignment]
         how: Collect = self.collect  # type: ignore[assignment]
@@ -653,44 +454,3 @@ class _Planner:
             predicted_ms=self.predicted_ms(mode, chunk, tiles),
             alternatives=tuple((other, ms) for other, ms in self.predictions() if other != mode),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Tiles of every part in time, their latent cells, and the rank of each."""
-
-    grid: TileGrid
-    work: tuple[int, ...]
-    owners: tuple[int, ...]
-    ranks: int
-
-    def jobs(self) -> list[tuple[int, int, int]]:
-        """Owner, part in time and latent cells of every tile."""
-        pairs = zip(self.owners, self.work, strict=True)
-        return [(owner, index // self.grid.count, cells) for index, (owner, cells) in enumerate(pairs)]
-
-    def largest_share(self) -> int:
-        """Latent cells of the rank that decodes most."""
-        shares = [0] * self.ranks
-        for owner, cells in zip(self.owners, self.work, strict=True):
-            shares[owner] += cells
-        return max(shares)
-
-
-@dataclass(frozen=True, slots=True)
-class _Settled:
-    """A mode with its chunk: what it needs, or why it cannot run; ``bound`` is what a shorter chunk than asked for is."""
-
-    chunk: int
-    need: MemoryNeed | None
-    problem: str | None
-    bound: str = "what kernels can index"
-
-
-def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to ``limit`` that fits, 0 if none does; what fits with more fits with fewer."""
-    low, high = 0, limit
-    while low < high:
-        middle = math.ceil((low + high) / 2)
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

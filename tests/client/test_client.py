@@ -34,6 +34,7 @@ from decode_client import (
     UnavailableError,
     UnprocessableError,
     _protocol,
+    _replies,
 )
 from decode_client.wire import unpack_request
 
@@ -418,7 +419,7 @@ class TestRetries:
         ],
     )
     def test_read_every_form_of_retry_after(self, value: str | None, seconds: float | None) -> None:
-        assert _protocol.parse_retry_after(value, now=60.0) == seconds
+        assert _replies.parse_retry_after(value, now=60.0) == seconds
 
     def test_back_off_longer_each_time_and_never_less_than_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_protocol, "BACKOFF_FIRST_S", 0.5)

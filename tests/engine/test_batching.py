@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -70,6 +71,17 @@ def decoded(vae: Any, latents: np.ndarray) -> np.ndarray:
         return np.asarray(vae.decode(torch.from_numpy(latents)).sample)
 
 
+class Observer:
+    """A ``DecodeObserver`` that remembers."""
+
+    def __init__(self) -> None:
+        self.requests: list[int] = []
+
+    def decoded(self, mode: str, seconds: float, predicted_seconds: float | None, requests: int) -> None:
+        assert seconds > 0
+        self.requests.append(requests)
+
+
 async def queued(
     engine: DecodeEngine, faults: Faults, calls: Sequence[Callable[[], Awaitable[DecodeOutcome]]]
 ) -> list[asyncio.Task[DecodeOutcome]]:
@@ -88,14 +100,15 @@ def test_what_waits_is_decoded_in_one_pass_to_the_pixels_of_each_alone(
     kl: tuple[Path, Any], faults: Faults, whatever_is_faster: None
 ) -> None:
     folder, vae = kl
-    latents = stills(vae, 7)
+    latents, observer = stills(vae, 7), Observer()
 
     async def test() -> None:
-        async with serving(config_of(folder), faults) as engine:
+        async with serving(config_of(folder), faults, observer) as engine:
             calls = [lambda each=each: engine.decode(job(each, caller="a")) for each in latents]  # type: ignore[misc]
             outcomes = await asyncio.gather(*await queued(engine, faults, calls))
             assert [outcome.plan.together for outcome in outcomes] == [1, 4, 4, 4, 4, 2, 2]
             assert [task.plan.together for _, task in faults.tasks] == [1, 4, 2]
+            assert observer.requests == [1, 4, 2], "its time is told once for each pass, with the number of requests"
             alone = [await engine.decode(job(each)) for each in latents]
             for each, outcome, single in zip(latents, outcomes, alone, strict=True):
                 assert single.plan.together == 1
@@ -145,6 +158,39 @@ def test_only_what_is_alike_and_measured_is_decoded_together(
             assert [outcome.plan.together for outcome in outcomes] == [1] * 4
             told = engine.describe()["batching"]
             assert not told["active"] and "max_items" in told["reason"] and told["measured"] == []
+
+    run(test)
+
+
+def test_a_request_is_decoded_before_its_deadline_whatever_the_window(
+    kl: tuple[Path, Any], faults: Faults, whatever_is_faster: None
+) -> None:
+    folder, vae = kl
+    latents = stills(vae, 1)[0]
+
+    async def test() -> None:
+        async with serving(config_of(folder, batch={"max_items": 4, "window_ms": 10_000}), faults) as engine:
+            begun = time.monotonic()
+            outcome = await engine.decode(job(latents, deadline_s=2.0))
+            assert 0.9 < time.monotonic() - begun < 2 and outcome.plan.together == 1
+
+    run(test)
+
+
+def test_an_operator_who_forces_direct_and_allows_passes_gets_both(
+    kl: tuple[Path, Any], faults: Faults, whatever_is_faster: None
+) -> None:
+    folder, vae = kl
+    latents = stills(vae, 1)[0]
+
+    async def test() -> None:
+        async with serving(config_of(folder, mode="direct"), faults) as engine:
+            outcomes = await asyncio.gather(*await queued(engine, faults, [lambda: engine.decode(job(latents))] * 3))
+            assert [outcome.plan.together for outcome in outcomes] == [1, 2, 2]
+        async with serving(config_of(folder, ranks=2, mode="spatial_shard_width"), faults) as engine:
+            told = engine.describe()["batching"]
+            assert not told["active"] and "policy.mode is spatial_shard_width" in told["reason"]
+            assert told["measured"] == [], "nobody could share a pass, so none is timed"
 
     run(test)
 
@@ -250,10 +296,10 @@ def test_lack_of_memory_for_what_is_joined_leaves_each_its_own_decode(
 
 def test_who_leaves_takes_nobody_along(kl: tuple[Path, Any], faults: Faults, whatever_is_faster: None) -> None:
     folder, vae = kl
-    latents = stills(vae, 4)
+    latents, observer = stills(vae, 4), Observer()
 
     async def test() -> None:
-        async with serving(config_of(folder), faults) as engine:
+        async with serving(config_of(folder), faults, observer) as engine:
             running, release = threading.Event(), threading.Event()
 
             def hold(task: RankTask) -> None:
@@ -279,6 +325,7 @@ def test_who_leaves_takes_nobody_along(kl: tuple[Path, Any], faults: Faults, wha
             outcome = await tasks[3]
             assert outcome.plan.together == 3
             assert np.abs(outcome.assemble() - decoded(vae, latents[3])).max() < 1e-5
+            assert observer.requests == [1, 3], "the ranks were busy for them too"
 
     run(test)
 

@@ -95,7 +95,8 @@ def test_an_observer_is_told_of_requests_and_cannot_fail_them(
         def __init__(self) -> None:
             self.seen: list[tuple[str, float, float | None]] = []
 
-        def decoded(self, mode: str, seconds: float, predicted_seconds: float | None) -> None:
+        def decoded(self, mode: str, seconds: float, predicted_seconds: float | None, requests: int) -> None:
+            assert requests == 1
             self.seen.append((mode, seconds, predicted_seconds))
             if len(self.seen) == 3:
                 raise OSError("the exporter is gone")

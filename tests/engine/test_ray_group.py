@@ -35,7 +35,10 @@ def cluster() -> Iterator[None]:
 
 
 def faulty_worker(folder: Path) -> Callable[[ServiceConfig, RankPlace], Any]:
-    """Ranks that do once what a file ``folder/<rank>`` says. Defined in a function, so that it is pickled by value."""
+    """Ranks that do once what a file ``folder/<rank>`` says, and of which number 1 lacks a rewrite.
+
+    Defined in a function, so that it is pickled by value.
+    """
 
     def make(config: ServiceConfig, place: RankPlace) -> Any:
         from decode_service.decoding.compilation import CompileFailedError
@@ -56,6 +59,10 @@ def faulty_worker(folder: Path) -> Callable[[ServiceConfig, RankPlace], Any]:
                     return describe_failure(error)
                 return super().decode(task, latents, dtype)
 
+        if place.rank == 1:
+            config = config.model_copy(
+                update={"rewrites": config.rewrites.model_copy(update={"one_frame_conv2d": False})}
+            )
         return Faulty(config, place)
 
     return make
@@ -104,6 +111,10 @@ def test_two_processes_give_the_pixels_of_diffusers_whatever_happens_to_them(
         async with serving(config, tmp_path) as (engine, group):
             first = [where.pid for where in group.environments]
             assert len(set(first)) == 2
+
+            # A rewrite that one of them lacks changes what they exchange, so both do without.
+            assert "off on rank 1 of 2" in engine.describe()["rewrites"]["one_frame_conv2d"]["reason"]
+            assert len(engine.readiness().warnings) == 1
 
             # Every exact mode, and every way to collect.
             assert engine.describe()["self_test"] == {"height": "exact", "width": "exact"}
@@ -176,11 +187,12 @@ def test_a_model_that_cannot_be_loaded_is_named(cluster: None, tiny_wan: TinyWan
 
 
 def test_what_requests_took_is_exported_by_model_and_mode(cluster: None) -> None:
-    from decode_service.telemetry import ACTUAL_TO_PREDICTED, DECODE_SECONDS, RayMetrics
+    from decode_service.telemetry import ACTUAL_TO_PREDICTED, DECODE_SECONDS, DECODED_REQUESTS, RayMetrics
 
     observer = RayMetrics("lab/tiny")
-    observer.decoded("direct", 0.3, 0.2)
-    observer.decoded("tile", 3.0, None)
+    observer.decoded("direct", 0.3, 0.2, 1)
+    observer.decoded("direct", 0.7, None, 4)
+    observer.decoded("tile", 3.0, None, 1)
     address = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
 
     def exported() -> dict[str, float]:
@@ -199,6 +211,9 @@ def test_what_requests_took_is_exported_by_model_and_mode(cluster: None) -> None
     assert value(f"{DECODE_SECONDS}_count", 'mode="tile"') == 1
     assert value(f"{DECODE_SECONDS}_bucket", 'mode="direct"', 'le="0.2"') == 0
     assert value(f"{DECODE_SECONDS}_bucket", 'mode="direct"', 'le="0.5"') == 1
+    # Five requests in two passes.
+    assert value(f"{DECODE_SECONDS}_count", 'mode="direct"') == 2
+    assert value(f"{DECODED_REQUESTS}_total", 'mode="direct"') == 5
     # 1.5 times as long as predicted.
     assert value(f"{ACTUAL_TO_PREDICTED}_bucket", 'mode="direct"', 'le="1.25"') == 0
     assert value(f"{ACTUAL_TO_PREDICTED}_bucket", 'mode="direct"', 'le="2.0"') == 1

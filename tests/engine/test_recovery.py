@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from decode_service.decoding.compilation import CompileFailedError
-from decode_service.engine.protocol import RankTask
+from decode_service.engine.protocol import RankError, RankTask
 from decode_service.errors import (
+    DecodeServiceError,
     GroupFailedError,
     NonFiniteOutputError,
     NotReadyError,
@@ -21,7 +23,7 @@ from decode_service.errors import (
 )
 from tests.decoding import test_rae
 
-from .conftest import Faults, TinyWan, held_until, job, not_a_number, raising, run, serving
+from .conftest import Faults, TinyWan, held_until, job, not_a_number, raising, run, serving, within
 
 
 def test_a_rank_that_raises_costs_one_retry_and_no_reload(tiny_wan: TinyWan, faults: Faults) -> None:
@@ -278,5 +280,42 @@ def test_a_model_of_one_size_without_tiles_is_tested_at_its_size_and_never_tiled
                 faults.on(rank, raising(torch.OutOfMemoryError("CUDA out of memory")))
             with pytest.raises(OutOfMemoryError, match="use ranks with more memory"):
                 await engine.decode(job(latents, mode="spatial_shard_height"))
+
+    run(test)
+
+
+def test_whoever_closes_the_engine_waits_for_what_runs_and_nothing_is_mended_for_it(
+    tiny_wan: TinyWan, faults: Faults
+) -> None:
+    async def test() -> None:
+        async with serving(tiny_wan.config(), faults) as engine:
+            running, release = threading.Event(), threading.Event()
+
+            def fail(task: RankTask) -> None:
+                running.set()
+                within(30, release)
+                raise ValueError("cosmic ray")
+
+            faults.on(0, fail)
+            decode = asyncio.ensure_future(engine.decode(job(tiny_wan.latents(2, 10, 12), mode="spatial_shard_width")))
+            while not running.is_set():
+                await asyncio.sleep(0.005)
+            # As Serve does it: the constructor that fails, and the end of the replica.
+            closing = [asyncio.ensure_future(engine.close()) for _ in range(2)]
+            done, _ = await asyncio.wait(closing, timeout=0.2)
+            assert not done, "a rank decodes"
+            group = engine._group
+            recovered: list[RankError] = []
+
+            async def recover(error: RankError) -> None:
+                recovered.append(error)
+
+            group.recover = recover  # type: ignore[method-assign]
+            release.set()
+            with pytest.raises(DecodeServiceError):
+                await decode
+            await asyncio.gather(*closing)
+            assert recovered == [], "there is nobody to mend it for"
+            assert engine.readiness().state == "closed"
 
     run(test)

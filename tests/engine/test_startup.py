@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from decode_service.config import RewritesConfig, ServiceConfig
+from decode_service.engine.agreement import MAY_DIFFER
 from decode_service.engine.engine import DecodeEngine
 from decode_service.engine.local_group import LocalGroup
+from decode_service.engine.places import RankPlace
 from decode_service.engine.protocol import RankTask
+from decode_service.engine.rank_worker import RankWorker
 from decode_service.errors import (
     GroupFailedError,
     OutputTooLargeError,
 )
+from tests.decoding import tiny_models
 
-from .conftest import Faults, TinyWan, run, serving
+from .conftest import Faults, TinyWan, job, run, serving
 
 
 def test_sharding_that_differs_on_this_machine_is_switched_off(
@@ -66,6 +73,59 @@ def test_the_self_test_heeds_the_models_reach_and_no_limit_of_requests(
                 engine.plan((1, 4, 2, 9, 10))
 
     monkeypatch.setattr(WanFamily, "make_spec", lambda *args: replace(made(*args), min_band_cells=4))
+    run(test)
+
+
+def differing_in(*rewrites: str) -> Callable[[ServiceConfig, RankPlace], RankWorker]:
+    """Ranks of which number 1 runs without ``rewrites``, as if they had failed there."""
+
+    def make_worker(config: ServiceConfig, place: RankPlace) -> RankWorker:
+        off = RewritesConfig(**dict.fromkeys(rewrites, False)) if place.rank == 1 else RewritesConfig()
+        return RankWorker(config.model_copy(update={"rewrites": off}), place)
+
+    return make_worker
+
+
+def test_ranks_leave_off_the_rewrites_that_change_what_they_exchange_unless_all_have_them(
+    tiny_wan: TinyWan, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        config = tiny_wan.config()
+        names = [name for name in config.rewrites.enabled() if name not in MAY_DIFFER]
+        engine = DecodeEngine(LocalGroup(config, differing_in(*names)), config)
+        await engine.start()
+        shown = engine.describe()
+        assert shown["self_test"] == {"height": "exact", "width": "exact"}
+        (warning,) = engine.readiness().warnings
+        for name in names:
+            why = f"{name} is off on rank 1 of 2 (switched off in the config)"
+            assert why in warning
+            assert (shown["rewrites"][name]["active"], shown["rewrites"][name]["reason"]) == (False, why)
+        assert shown["rewrites"]["norm_activation"]["active"], "all can run it"
+        latents = tiny_wan.latents(1, 6, 7)
+        outcome = await engine.decode(job(latents, mode="spatial_shard_width"))
+        assert np.abs(outcome.assemble() - tiny_wan.decode(latents)).max() < 1e-5
+        await engine.close()
+
+    with caplog.at_level(logging.WARNING, "decode_service.engine"):
+        run(test)
+    assert caplog.text.count("left off on all ranks") == 1
+
+
+def test_ranks_may_differ_in_other_rewrites_and_say_so(tmp_path: Path, tiny_wan: TinyWan) -> None:
+    tiny_models.autoencoder_kl().save_pretrained(tmp_path)
+
+    async def test() -> None:
+        config = tiny_wan.config(model={"source": str(tmp_path), "dtype": "bfloat16"})
+        engine = DecodeEngine(LocalGroup(config, differing_in(*MAY_DIFFER)), config)
+        await engine.start()
+        shown = engine.describe()
+        assert shown["self_test"] == {"height": "exact", "width": "exact"}
+        (warning,) = engine.readiness().warnings
+        for name in MAY_DIFFER:
+            assert shown["rewrites"][name]["active"] and f"{name} is off on rank 1 of 2" in warning
+        await engine.close()
+
     run(test)
 
 

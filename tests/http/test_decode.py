@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
+import threading
+from typing import Any
 
 import av
 import numpy as np
@@ -12,6 +15,8 @@ import pytest
 from decode_client.wire import OutputSpec, unpack_tensor_reply
 from PIL import Image
 
+from decode_service.http import replies
+from decode_service.http.stages import Stages
 from decode_service.planning.plan import PixelFormat
 
 
@@ -140,3 +145,29 @@ def test_a_packed_picture_comes_back_as_a_file(client, body_of, latents_of):
     body = body_of(latents_of(1, 15, 16), OutputSpec(format="png"), height=48, width=80)
     with Image.open(io.BytesIO(client.post("/decode", content=body).content)) as picture:
         assert picture.size == (80, 48)
+
+
+def test_files_that_are_encoded_keep_nothing_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents are checked and handed to the ranks in the threads that the process shares, of which there are 32 at most."""
+    done = threading.Event()
+
+    def encode(*_: Any) -> None:
+        assert done.wait(30)
+        raise ValueError("no pixels")
+
+    monkeypatch.setattr(replies, "_encode", encode)
+
+    async def test() -> None:
+        nothing: Any = None
+        encodings = [
+            asyncio.ensure_future(replies.file_reply(nothing, OutputSpec("png"), "m", "r", Stages(), "bytes"))
+            for _ in range(40)
+        ]
+        await asyncio.sleep(0)
+        try:
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: "checked"), 10) == "checked"
+        finally:
+            done.set()
+        assert all(isinstance(error, ValueError) for error in await asyncio.gather(*encodings, return_exceptions=True))
+
+    asyncio.run(test())

@@ -16,7 +16,7 @@ from decode_service.decoding.rank import RankDecoder
 from decode_service.engine.engine import DecodeEngine
 from decode_service.engine.protocol import GroupInfo
 from decode_service.http import create_app
-from decode_service.planning.planner import MAX_OPERAND_ELEMENTS
+from decode_service.planning.demands import MAX_OPERAND_ELEMENTS
 from decode_service.planning.spec import ModelSpec
 from tests.decoding import catalogue
 

@@ -16,7 +16,8 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack
 import httpx2
 
 from decode_client import _protocol as protocol
-from decode_client._protocol import Flow, Receiver, Reply, Send, Settings, Sleep, Timeout
+from decode_client._protocol import Flow, Receiver, Send, Settings, Sleep, Timeout
+from decode_client._replies import Reply
 from decode_client.inputs import Latents
 from decode_client.result import DecodeResult
 
