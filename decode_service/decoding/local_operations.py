@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from decode_service.decoding.attention import attention_over_time
+from decode_service.decoding.norm_activation import silu_over
 
 
 def _resolve(names: str) -> set[Any]:
@@ -31,7 +32,7 @@ POINTWISE = _resolve(
     "abs add addcmul addcdiv bool clamp clamp_max clamp_min clip clone contiguous copy cos detach div double eq elu exp "
     "float ge gelu gt half hardsigmoid hardswish isfinite le leaky_relu log lt maximum minimum mish mul ne neg pow relu "
     "relu6 rsqrt rsub sigmoid silu sin softplus sqrt square sub tanh to truediv true_divide type type_as where bfloat16"
-)
+) | {silu_over}
 # Elements move or are created, none is computed from another position. Slicing has a check of its own.
 _LAYOUT = _resolve(
     "broadcast_to empty empty_like expand expand_as flatten full_like new_empty new_full new_ones "

@@ -29,6 +29,13 @@ def fuses(x: torch.Tensor) -> bool:
     )
 
 
+def silu_over(x: torch.Tensor) -> torch.Tensor:
+    """``silu(x)``, written over ``x`` or, under the halo rule, to where the convolution after it wants it: ``x`` is gone."""
+    if torch.overrides.has_torch_function((x,)):
+        return torch.overrides.handle_torch_function(silu_over, (x,), x)
+    return F.silu(x, inplace=True)
+
+
 def rms_norm_silu(x: torch.Tensor, scale: float, gamma_C: torch.Tensor) -> torch.Tensor:
     """``silu(F.normalize(x, dim=1) * scale * gamma)``, computed in float32 and rounded once.
 

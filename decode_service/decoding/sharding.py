@@ -44,8 +44,9 @@ from decode_service.decoding.communicator import Communicator
 from decode_service.decoding.dense_conv3d import dense_conv3d
 from decode_service.decoding.group_norm import group_moments, normalize_groups
 from decode_service.decoding.local_operations import LOCAL, POINTWISE, QUERIES
-from decode_service.decoding.norm_activation import group_norm_silu, normalize_groups_silu, rms_norm_silu
+from decode_service.decoding.norm_activation import group_norm_silu, normalize_groups_silu, rms_norm_silu, silu_over
 from decode_service.decoding.pixel_norm import pixel_rms_norm
+from decode_service.decoding.tracing import is_traced
 from decode_service.planning.bands import Band
 
 # B batch, C channels, T latent frames, H height, W width, S sequence, D head channels, G groups, N elements of a group.
@@ -112,6 +113,8 @@ class ShardedFrame(TorchFunctionMode):
         # Outputs of a group norm that nothing but the activation after it has touched, and the rows beside the band, (before,
         # after), which travelled with its statistics: what pads it next need not ask for them.
         self._beside: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Bands that lie in a larger tensor, which has a row more on either side for what belongs beside them.
+        self._roomy: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # Bands whose channels were moved to the end, (B,H,W,C) or (B,T,H,W,C), for a norm over the last dimension.
         self._channels_last: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # Tensors made from numbers alone, the same on every rank.
@@ -199,10 +202,10 @@ class ShardedFrame(TorchFunctionMode):
         return output
 
     def _reinterpret(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if func in _SILUS and args and args[0] in self._beside:
+            return self._silu_of_norm(func, *args, **kwargs)
         if func in LOCAL:
             output = func(*args, **kwargs)
-            if func is F.silu and args and args[0] in self._beside:
-                self._beside[output] = self._beside.pop(args[0]).each(F.silu)
             marks = self._channels_last and func in POINTWISE and isinstance(output, torch.Tensor)
             if marks and any(map(self._is_channels_last, args)):
                 self._channels_last[output] = True
@@ -283,18 +286,22 @@ class ShardedFrame(TorchFunctionMode):
         if len(parts) > 1:
             shape[2] = sum(part.shape[2] for part in parts)
         shape[dim] = before + length + after
-        # In the layout of ``x``, which the convolution that follows then need not change.
-        padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
-        own = padded.narrow(dim, before, length)
         known: _Beside | None = self._beside.get(x) if len(parts) == 1 and max(before, after) <= 1 else None
-        # Rows travel while the band is copied.
-        finish = self._begin_rows_beside(parts, before, after) if known is None else lambda: known
-        if len(parts) == 1:
-            own.copy_(x)
+        room: torch.Tensor | None = self._roomy.pop(x, None) if known is not None else None
+        if known is not None and room is not None:
+            padded, beside = room.narrow(dim, 1 - before, before + length + after), known
         else:
-            for frames, part in zip(own.split([part.shape[2] for part in parts], 2), parts, strict=True):
-                frames.copy_(part)
-        beside = finish()
+            # In the layout of ``x``, which the convolution that follows then need not change.
+            padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
+            # Rows travel while the band is copied.
+            finish = self._begin_rows_beside(parts, before, after) if known is None else lambda: known
+            own = padded.narrow(dim, before, length)
+            if len(parts) == 1:
+                own.copy_(x)
+            else:
+                for frames, part in zip(own.split([part.shape[2] for part in parts], 2), parts, strict=True):
+                    frames.copy_(part)
+            beside = finish()
         for start, size, rows in ((0, before, beside.before), (before + length, after, beside.after)):
             if size and rows is not None:
                 padded.narrow(dim, start, size).copy_(rows)
@@ -565,6 +572,22 @@ class ShardedFrame(TorchFunctionMode):
             return attend_by_sums(query, first, eps)
         key, value = self.gather(torch.stack([key, value]), 6 + self.dim).unbind(0)
         return attend_by_weights(query, key, value, eps)
+
+    def _silu_of_norm(self, func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A SiLU of what a group norm has made, and of the rows beside it."""
+        beside: _Beside = self._beside.pop(input)
+        if is_traced(input) or (func is F.silu and (args or kwargs)):
+            output: torch.Tensor = func(input, *args, **kwargs)
+        else:
+            # The convolution that follows needs a row on either side: with room for them the band is not copied again.
+            dim, shape = input.dim() + self.dim, list(input.shape)
+            shape[dim] += 2
+            room = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=_memory_format(input))
+            output = room.narrow(dim, 1, input.shape[dim])
+            torch.ops.aten.silu.out(input, out=output)
+            self._roomy[output] = room
+        self._beside[output] = beside.each(F.silu)
+        return output
 
     # Functions that are local for some arguments only
 
@@ -848,8 +871,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 _SAME_ELEMENTS = frozenset(
     {torch.clone, torch.Tensor.clone, torch.Tensor.contiguous, torch.Tensor.expand, torch.Tensor.squeeze}
 )
-# What neither writes to the output of a group norm nor makes a view of it; of F.silu it is known what it writes.
-_KEEP_ROWS_BESIDE = frozenset({F.silu, F.pad, torch.conv2d, torch.conv3d, dense_conv3d, F.dropout} | QUERIES)
+# What neither writes to the output of a group norm nor makes a view of it; of a SiLU it is known what it writes.
+_SILUS = frozenset({F.silu, silu_over})
+_KEEP_ROWS_BESIDE = frozenset({*_SILUS, F.pad, torch.conv2d, torch.conv3d, dense_conv3d, F.dropout, *QUERIES})
 # What may see bands whose channels are the last dimension, besides functions of each position.
 _CHANNELS_LAST = frozenset(
     {

@@ -10,7 +10,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 from decode_service.decoding.group_norm import group_moments, normalize_groups
-from decode_service.decoding.norm_activation import fuses, group_norm_silu, rms_norm_silu
+from decode_service.decoding.norm_activation import fuses, group_norm_silu, rms_norm_silu, silu_over
 from decode_service.decoding.pixel_norm import pixel_rms_norm
 from decode_service.decoding.rewrites.site import ClassSite, Site, random_input
 from decode_service.decoding.rewrites.structure import DecoderStructure
@@ -66,7 +66,7 @@ class InPlaceSiLU:
     """A SiLU that writes over its input, which a norm has just made and nobody else holds."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.silu(x, inplace=True)
+        return silu_over(x)
 
 
 def norm_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[Site]:
@@ -104,7 +104,7 @@ class PassedSiLU:
         if not torch.compiler.is_compiling() and getattr(x, _ACTIVATED, False):
             delattr(x, _ACTIVATED)
             return x
-        return torch.nn.functional.silu(x, inplace=True)
+        return silu_over(x)
 
 
 #: What a tensor that a ``FusedNorm`` made is marked with until its SiLU has seen it. The mark belongs to the tensor, so requests
