@@ -257,6 +257,7 @@ class RewritesConfig(Section):
         norm_activation: norms in one or two passes over memory, and activations in place (on the CPU); on CUDA, in half precision
             and channels last, a norm and its activation in one kernel of Triton's.
         residual: the sum of a residual block is written in place, and not divided by one.
+        packed_weights: weights of convolutions are kept in the order of their kernels, too (on the CPU): as much memory again.
     """
 
     channels_last: Switch = True
@@ -265,6 +266,7 @@ class RewritesConfig(Section):
     upsample_conv: Switch = True
     norm_activation: Switch = True
     residual: Switch = True
+    packed_weights: Switch = True
 
     def enabled(self) -> tuple[str, ...]:
         """The names of those that are on."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
-from decode_service.decoding.dense_conv3d import dense_conv3d
+from decode_service.decoding.dense_convolution import dense_conv2d, dense_conv3d
 
 # B batch, C channels, T frames, H height, W width, O output channels.
 
@@ -43,5 +42,5 @@ def causal_conv3d(
     reach = weight_OCTHW.shape[2]
     windows = [torch.cat(frames[start : start + reach], dim=1) for start in range(len(frames) - reach + 1)]
     x_TCHW = torch.cat(windows, dim=0) if len(windows) > 1 else windows[0]
-    y_TCHW = F.conv2d(x_TCHW, flat_weight, bias_O, stride[1:], padding[1:], dilation[1:], groups)
+    y_TCHW = dense_conv2d(x_TCHW, flat_weight, bias_O, stride[1:], padding[1:], dilation[1:], groups)
     return y_TCHW.unsqueeze(0).transpose(1, 2)

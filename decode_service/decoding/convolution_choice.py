@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from decode_service.decoding.arguments import tensors
 from decode_service.decoding.causal_conv3d import causal_conv3d
-from decode_service.decoding.dense_conv3d import dense_conv3d
+from decode_service.decoding.dense_convolution import dense_conv3d
 from decode_service.decoding.tracing import is_traced
 
 logger = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from decode_service.decoding.attention import QueryBlocks
 from decode_service.decoding.communicator import Communicator, Messages
 from decode_service.decoding.families.base import Family
+from decode_service.decoding.packed_weights import kept_bytes
 from decode_service.decoding.pixels import convert
 from decode_service.decoding.rewrites import prepared_tensors
 from decode_service.decoding.sharding import AXIS_DIM, ShardedFrame
@@ -169,12 +170,12 @@ def measure(family: Family) -> Footprint:
     """
     shadow = without_data(family)
     spec = shadow.spec
-    tensors = itertools.chain(family.vae.parameters(), family.vae.buffers(), prepared_tensors(family.vae))
+    tensors = [*family.vae.parameters(), *family.vae.buffers(), *prepared_tensors(family.vae)]
     banded = None
     if spec.exact_axes:
         banded = _activations(shadow, spec.exact_axes[-1])
     return Footprint(
-        weight_bytes=sum(x.numel() * x.element_size() for x in tensors),
+        weight_bytes=sum(x.numel() * x.element_size() for x in tensors) + kept_bytes(tensors),
         itemsize=shadow.dtype().itemsize,
         whole=_activations(shadow, None),
         banded=banded,

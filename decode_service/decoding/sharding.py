@@ -41,7 +41,7 @@ from decode_service.decoding.attention import (
 )
 from decode_service.decoding.causal_conv3d import causal_conv3d
 from decode_service.decoding.communicator import Communicator
-from decode_service.decoding.dense_conv3d import dense_conv3d
+from decode_service.decoding.dense_convolution import dense_conv2d, dense_conv3d
 from decode_service.decoding.group_norm import group_moments, normalize_groups
 from decode_service.decoding.local_operations import LOCAL, POINTWISE, QUERIES
 from decode_service.decoding.norm_activation import group_norm_silu, normalize_groups_silu, rms_norm_silu, silu_over
@@ -838,6 +838,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.conv2d: ShardedFrame._conv,
     torch.conv3d: ShardedFrame._conv,
     causal_conv3d: ShardedFrame._causal_conv,
+    dense_conv2d: ShardedFrame._conv,
     dense_conv3d: ShardedFrame._conv,
     F.conv_transpose2d: ShardedFrame._conv_transpose,
     F.group_norm: ShardedFrame._group_norm,
@@ -873,7 +874,9 @@ _SAME_ELEMENTS = frozenset(
 )
 # What neither writes to the output of a group norm nor makes a view of it; of a SiLU it is known what it writes.
 _SILUS = frozenset({F.silu, silu_over})
-_KEEP_ROWS_BESIDE = frozenset({*_SILUS, F.pad, torch.conv2d, torch.conv3d, dense_conv3d, F.dropout, *QUERIES})
+_KEEP_ROWS_BESIDE = frozenset(
+    {*_SILUS, F.pad, torch.conv2d, torch.conv3d, dense_conv2d, dense_conv3d, F.dropout, *QUERIES}
+)
 # What may see bands whose channels are the last dimension, besides functions of each position.
 _CHANNELS_LAST = frozenset(
     {

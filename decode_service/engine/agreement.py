@@ -15,7 +15,7 @@ from decode_service.engine.protocol import GroupInfo
 
 #: Rewrites that leave what ranks exchange as it is: each rank runs those that work there. (Their layout in memory, and with it
 #: the fused norms, follow on CUDA from what each rank has timed.) Tests share decodes between ranks that differ in them.
-MAY_DIFFER = ("channels_last", "norm_activation", "residual")
+MAY_DIFFER = ("channels_last", "norm_activation", "packed_weights", "residual")
 
 Load = Callable[[frozenset[str]], Awaitable[Sequence[GroupInfo]]]
 

@@ -27,7 +27,7 @@ from decode_service.decoding.convolution_choice import (
     measured_choice,
     representatives,
 )
-from decode_service.decoding.dense_conv3d import dense_conv3d
+from decode_service.decoding.dense_convolution import dense_conv3d
 from decode_service.decoding.families import FAMILIES
 from decode_service.decoding.loading import ModelSource
 from decode_service.decoding.rank import RankDecoder

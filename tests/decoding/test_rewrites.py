@@ -19,7 +19,7 @@ from torch import nn
 
 from decode_service.config import RewritesConfig
 from decode_service.decoding.communicator import SoloCommunicator
-from decode_service.decoding.dense_conv3d import dense_conv3d
+from decode_service.decoding.dense_convolution import dense_conv3d
 from decode_service.decoding.families import FAMILIES
 from decode_service.decoding.loading import ModelSource
 from decode_service.decoding.pixel_norm import pixel_rms_norm

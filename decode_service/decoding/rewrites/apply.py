@@ -12,6 +12,7 @@ from torch import nn
 from decode_service.decoding.rewrites.convolutions import causal_input_sites, one_frame_sites
 from decode_service.decoding.rewrites.layout import layout_sites
 from decode_service.decoding.rewrites.normalization import fused_sites, norm_sites, residual_sites
+from decode_service.decoding.rewrites.packing import packing_sites
 from decode_service.decoding.rewrites.site import Site
 from decode_service.decoding.rewrites.structure import DecoderStructure
 from decode_service.decoding.rewrites.upsampling import upsample_sites
@@ -57,6 +58,7 @@ _KINDS: dict[str, _Kind] = {
     "upsample_conv": _Kind(upsample_sites, cpu_only=True),
     "norm_activation": _Kind(norm_sites, on_cuda=fused_sites),
     "residual": _Kind(residual_sites),
+    "packed_weights": _Kind(packing_sites, cpu_only=True),
 }
 
 #: All rewrites.

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from decode_service.decoding.causal_conv3d import causal_conv3d
+from decode_service.decoding.dense_convolution import dense_conv2d
 from decode_service.decoding.rewrites.site import ClassSite, Site, random_input
 from decode_service.decoding.rewrites.structure import CausalConvolution, DecoderStructure, SpatialPadding
 
@@ -43,7 +44,7 @@ class OneFrameConvolution:
             sides = (padding.left, padding.right, padding.top, padding.bottom, 0, 0)
             x_BCTHW, own = F.pad(x_BCTHW, sides, mode=padding.mode), (0, 0)
         x_BCHW = x_BCTHW.squeeze(2)
-        y_BCHW = F.conv2d(x_BCHW, weight, conv.bias, conv.stride[-2:], own, conv.dilation[-2:], conv.groups)
+        y_BCHW = dense_conv2d(x_BCHW, weight, conv.bias, conv.stride[-2:], own, conv.dilation[-2:], conv.groups)
         return y_BCHW.unsqueeze(2)
 
 
@@ -139,6 +140,15 @@ def causal_input_sites(decoder: nn.Module, structure: DecoderStructure) -> Itera
             # Caches of the first pass hold one frame, later ones as many as the kernel reaches back.
             calls += [_call(conv, frames=1, cached=1), _call(conv, frames=2, cached=conv.kernel_size[0] - 1)]
         yield _CausalInputSite(conv, padding, calls)
+
+
+def prepared_weights(decoder: nn.Module) -> Iterator[torch.Tensor]:
+    """The weights of 2-D convolutions that the rewrites of this module have made."""
+    for module in decoder.modules():
+        attributes = vars(module)
+        for weight in (attributes.get("_one_frame", (None,))[0], attributes.get("_causal_input", (None, None))[1]):
+            if weight is not None:
+                yield weight
 
 
 def _causal_convolutions(

@@ -1,0 +1,117 @@
+"""Weights of convolutions in the order in which oneDNN's kernels read them, on the CPU.
+
+PyTorch puts a weight in that order at every call: on the small maps at the bottom of a decoder that takes a tenth to a third of a
+convolution, and a band of a frame needs as much of it as the frame. Here the first call of each shape does it. Which order a
+kernel reads depends on the shape of its operand: given another one, oneDNN would take a kernel that is ten times as slow.
+Most shapes have an order in common, which is then kept once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+_DTYPES = (torch.float32, torch.bfloat16)
+#: Elements below which a weight is put in order in no time.
+SMALLEST = 1 << 14
+#: Orders in which one weight is kept at most; what wants another one is left to torch.
+MOST_ORDERS = 2
+# Shapes whose order is remembered, of one weight.
+_MOST_SHAPES = 256
+
+
+class _Entry:
+    """What is kept of one weight: where it was in memory, and it in the orders of the shapes that it has met."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.place = _place(weight)
+        self._orders: dict[bytes, torch.Tensor] = {}
+        self._by_shape: dict[Hashable, torch.Tensor | None] = {}
+
+    def packed(self, weight: torch.Tensor, shape: Sequence[int], how: tuple[Any, ...]) -> torch.Tensor | None:
+        """``weight`` in the order that the kernel for an operand of this shape reads; None for one order too many."""
+        key = (tuple(shape), str(how))
+        if key not in self._by_shape:
+            if len(self._by_shape) >= _MOST_SHAPES:
+                self._by_shape.clear()
+            packed = torch.ops.mkldnn._reorder_convolution_weight(weight.detach(), *how, list(shape))
+            order = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
+            if order not in self._orders and len(self._orders) < MOST_ORDERS:
+                self._orders[order] = packed
+            self._by_shape[key] = self._orders.get(order)
+        return self._by_shape[key]
+
+
+# By the weight itself, so that copies of a model, its casts and its shadows without data have none.
+_entries: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def can_be_packed(weight: torch.Tensor) -> bool:
+    """Whether ``weight`` (O,C,...) of a 2-D or 3-D convolution of one group is one that is worth it."""
+    return (
+        torch.backends.mkldnn.is_available()
+        and weight.device.type == "cpu"
+        and weight.dtype in _DTYPES
+        and weight.dim() in (4, 5)
+        and weight.numel() >= SMALLEST
+    )
+
+
+def keep_packed(weight: torch.Tensor) -> None:
+    """From now on convolutions with ``weight`` keep it in their own order, too: as much memory again, at times twice as much."""
+    _entries[weight] = _Entry(weight)
+
+
+def forget_packed(weight: torch.Tensor) -> None:
+    """Let go of what was kept of ``weight``, and keep no more of it."""
+    _entries.pop(weight, None)
+
+
+def is_kept(weight: torch.Tensor) -> bool:
+    """Whether convolutions with ``weight`` keep it in their own order."""
+    return weight in _entries
+
+
+def kept_bytes(weights: Iterable[torch.Tensor]) -> int:
+    """Bytes that ``weights`` take once more in one order, when all of them have been used."""
+    return sum(x.numel() * x.element_size() for x in weights if is_kept(x))
+
+
+def packed_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> torch.Tensor | None:
+    """The convolution of ``x``, 4-D or 5-D, if ``weight`` is one of those kept; otherwise None, for torch to do it.
+
+    The kernel is the one that torch takes for this layout of ``x``, so the result is the same to the bit.
+    """
+    entry: _Entry | None = _entries.get(weight)
+    # A model that is cast up for one decode has other numbers in the same weights meanwhile.
+    if entry is None or groups != 1 or x.dtype != weight.dtype or entry.place != _place(weight):
+        return None
+    last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    channels_last = not x.is_contiguous() and x.is_contiguous(memory_format=last)
+    if not channels_last and not x.is_contiguous():
+        return None
+    how = (list(padding), list(stride), list(dilation), groups)
+    packed = entry.packed(weight, x.shape, how)
+    if packed is None:
+        return None
+    output: torch.Tensor
+    if channels_last:
+        output = torch.ops.mkldnn._convolution_pointwise(x, packed, bias_O, *how, "none", [], "")
+    else:
+        output = torch.mkldnn_convolution(x, packed, bias_O, *how)
+    return output
+
+
+def _place(weight: torch.Tensor) -> tuple[int, torch.dtype]:
+    return weight.data_ptr(), weight.dtype
