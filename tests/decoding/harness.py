@@ -137,15 +137,20 @@ def _process_main(work: Any, ports: Any, results: Any) -> None:
             results.put((rank, None, traceback.format_exc()))
 
 
-def _decode_all(cases: list[Case], rank: int, size: int, ports: Any) -> list[tuple[DecodePlan, RankPart]]:
-    torch.set_num_threads(1)
+def joined(rank: int, size: int, ports: Any, **options: Any) -> Communicator:
+    """The group of all ``size`` processes, who find rank 0's store by ``ports``; ``options`` are those of ``join_group``."""
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         for _ in range(size - 1):
             ports.put(store.port)
     else:
         store = dist.TCPStore("127.0.0.1", ports.get(), size, is_master=False)
-    communicator = join_group(store, rank, size, torch.device("cpu"), generation=0, timeout_s=60)
+    return join_group(store, rank, size, torch.device("cpu"), generation=0, timeout_s=60, **options)
+
+
+def _decode_all(cases: list[Case], rank: int, size: int, ports: Any) -> list[tuple[DecodePlan, RankPart]]:
+    torch.set_num_threads(1)
+    communicator = joined(rank, size, ports)
     decoders: dict[Any, RankDecoder] = {}
     outcome = []
     for case in cases:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,15 +20,16 @@ from decode_service.decoding.rank import RankDecoder, RankPart
 from decode_service.planning.plan import PixelFormat
 from tests.decoding.conftest import Zoo
 from tests.decoding.harness import FLOAT, latents_of
-from tests.decoding.test_rank import load, plan_for
+from tests.decoding.test_rank import fail_at, load, plan_for
 from tests.decoding.threads import on_ranks
 
 
 class Late:
-    """A copy that is carried out when somebody waits for it, as a device may."""
+    """A copy that is carried out when somebody waits for it, as a device may. It does not hold what it reads."""
 
     def __init__(self, copier: LateCopier, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._copier, self._pairs, self._done = copier, pairs, False
+        self._copier, self._done = copier, False
+        self._pairs = [(target, weakref.ref(source)) for target, source in pairs]
 
     def query(self) -> bool:
         return self._done
@@ -36,7 +38,9 @@ class Late:
         if self._copier.broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if not self._done:
-            for target, source in self._pairs:
+            for target, held in self._pairs:
+                source = held()
+                assert source is not None, "the source's memory was given away before it was read"
                 target.copy_(source)
             self._copier.under_way -= 1
         self._done = True
@@ -54,7 +58,7 @@ class LateCopier:
         self.under_way += 1
         self.begun += 1
         self.most = max(self.most, self.under_way)
-        return Late(self, list(pairs))
+        return Late(self, pairs)
 
 
 @pytest.fixture
@@ -116,9 +120,7 @@ def test_a_source_lives_until_it_has_been_copied_and_no_more_than_a_few_wait(poo
         for index in range(10):
             source = torch.full((4,), index, dtype=torch.uint8)
             transfer.copy(transfer.target[index], source)
-            # Anybody else who asks for memory now would get the source's, were it not held.
             del source
-            torch.full((4,), 99, dtype=torch.uint8)
         got = transfer.finish()
     assert got.tolist() == [[index] * 4 for index in range(10)]
     assert copier.most == MOST_UNDER_WAY and copier.under_way == 0
@@ -240,16 +242,7 @@ def test_parts_of_every_mode_arrive(zoo: Zoo, mode: str) -> None:
 def test_a_decode_that_fails_leaves_no_copy_behind(zoo: Zoo, pool: HostBufferPool) -> None:
     decoder = load(zoo, "wan21")
     copier = with_copies(decoder, pool)
-    family, calls = decoder._family, 0
-
-    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise RuntimeError("injected")
-        return family.vae.decoder(*args, **kwargs)
-
-    family.call_decoder = failing
+    fail_at(decoder, 3)
     z = latents_of((1, 4, 4, 4, 4))
     with pytest.raises(RuntimeError, match="injected"):
         decoder.decode(plan_for(decoder, z, chunk=1), z.numpy(), "float32", denormalize=False, pixels=FLOAT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,6 +38,19 @@ def decode(decoder: RankDecoder, latents: torch.Tensor, pixels: PixelFormat = FL
     return decoder.decode(
         plan_for(decoder, latents), latents.numpy(), "float32", denormalize=False, pixels=pixels, **options
     )
+
+
+def fail_at(decoder: RankDecoder, call: int) -> None:
+    """Let one call of the model's decoder raise, counted from 1."""
+    family, calls = decoder._family, itertools.count(1)
+
+    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(calls) == call:
+            raise RuntimeError("injected")
+        pixels: torch.Tensor = family.vae.decoder(*args, **kwargs)
+        return pixels
+
+    family.call_decoder = failing
 
 
 @pytest.mark.parametrize("name", ["wan21", "wan22", "qwen_image"])
@@ -79,16 +93,7 @@ def test_two_threads_on_one_model_give_what_each_gives_alone(zoo: Zoo) -> None:
 def test_a_failed_decode_leaves_no_tensors_behind(zoo: Zoo) -> None:
     decoder = load(zoo, "wan21")
     family = decoder._family
-    calls = 0
-
-    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise RuntimeError("injected")
-        return family.vae.decoder(*args, **kwargs)
-
-    family.call_decoder = failing
+    fail_at(decoder, 2)
     z = latents_of((1, 4, 3, 4, 4))
     with pytest.raises(RuntimeError, match="injected"):
         decode(decoder, z)
