@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from decode_service.decoding.communicator import join_group
+from decode_service.decoding.communicator import Communicator, join_group
 from decode_service.decoding.loading import ModelSource
 from decode_service.decoding.rank import RankDecoder, RankPart
 from decode_service.planning.plan import DecodePlan, PixelFormat
