@@ -22,6 +22,7 @@ from decode_service.decoding.convolution_choice import (
     Layout,
     Timer,
     WithoutCudnn,
+    _Run,
     choose,
     measure,
     measured_choice,
@@ -110,28 +111,65 @@ def test_float32_and_bfloat16_convolutions_are_timed_for_real() -> None:
     assert choice.layout in (LAST, PLAIN) and choice.cudnn and len(choice.describe()["measured"]) == 4
 
 
-def test_times_and_memory_are_those_that_the_device_tells() -> None:
-    """Every round ends with a look at the clock after the device is done; the largest peak counts."""
-    done, clock, watched = 0.0, 0.0, 0
+class Device:
+    """One that works behind its caller's back: time passes when somebody waits for what has been asked of it.
 
-    def synchronize() -> None:
-        nonlocal done
-        done = clock
+    Making operands takes 100 s. A convolution takes what the next of ``costs`` says.
+    """
 
-    def tick() -> float:
-        nonlocal clock
-        assert done == clock, "the clock is read while the device may still work"
-        clock += 0.25
-        synchronize()
-        return clock
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, costs: Sequence[float], peaks: Sequence[int]) -> None:
+        self.now = self.asked = 0.0
+        self._costs, self._peaks = iter(costs), iter(peaks)
+        operands = _Run._operands
 
-    def start_peak() -> None:
-        nonlocal watched
-        watched += 1
+        def making(run: _Run) -> Any:
+            self.asked += 100
+            return operands(run)
 
-    timer = Timer(synchronize, tick, start_peak, lambda: 1000 * watched)
-    ways = measure([nn.Conv3d(2, 2, 3), nn.Conv3d(2, 4, 3)], CPU, layouts=[LAST], timer=timer, elements=64, rounds=2)
-    assert [(way.seconds, way.extra_bytes) for way in ways] == [(0.5, 2000)]
+        def convolving(*_: Any) -> None:
+            self.asked += next(self._costs)
+
+        monkeypatch.setattr(_Run, "_operands", making)
+        monkeypatch.setattr(F, "conv3d", convolving)
+        self.timer = Timer(self.wait, lambda: self.now, self.idle, lambda: self.idle() or next(self._peaks))
+
+    def wait(self) -> None:
+        self.now, self.asked = self.now + self.asked, 0.0
+
+    def idle(self) -> None:
+        assert not self.asked, "memory is looked at while the device works"
+
+
+def test_times_and_memory_are_those_that_the_device_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round is not timed, of the others the median counts; times add up, and the largest peak counts."""
+    convolutions = [nn.Conv3d(2, 2, 3), nn.Conv3d(2, 4, 3)]
+    device = Device(monkeypatch, [9.0, 1.0, 7.0, 2.0, 9.0, 0.5, 0.25, 4.0], [3000, 1000])
+    ways = measure(convolutions, CPU, layouts=[LAST], timer=device.timer, elements=64, rounds=3)
+    assert [(way.seconds, way.extra_bytes) for way in ways] == [(2.5, 3000)]
+
+
+def test_on_cuda_half_precision_is_timed_without_cudnn_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, bool, bool]] = []
+
+    def convolving(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> None:
+        assert weight.dtype == x.dtype
+        last = [tensor.is_contiguous(memory_format=torch.channels_last_3d) for tensor in (x, weight)]
+        assert last[0] == last[1] != x.is_contiguous()
+        ran.append((str(x.dtype).removeprefix("torch."), last[0], torch.backends.cudnn.enabled))
+
+    def ones(*shape: Any, device: torch.device, **options: Any) -> torch.Tensor:
+        assert device.type == "cuda"
+        return make(*shape, **options)
+
+    make = torch.ones
+    monkeypatch.setattr(F, "conv3d", convolving)
+    monkeypatch.setattr(convolution_choice.torch, "ones", ones)
+    conv = nn.Conv3d(4, 4, 3).bfloat16()
+    ways = measure([conv], torch.device("cuda"), timer=Timer(), elements=1 << 10, rounds=1)
+    expected = [("bfloat16", True), ("bfloat16", False), ("float32", True), ("float32", False)]
+    expected = [(*way, True) for way in expected] + [("bfloat16", True, False), ("bfloat16", False, False)]
+    assert [(way.dtype, way.layout == LAST, way.cudnn) for way in ways] == expected
+    assert ran == expected * 2
 
 
 def test_a_way_that_fails_is_reported_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +188,16 @@ def test_a_way_that_fails_is_reported_and_the_others_are_timed(monkeypatch: pyte
     assert set(problems.values()) == {""}
 
 
+def test_measuring_that_fails_altogether_fails_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **options: Any) -> None:
+        raise RuntimeError("CUDA error: no device")
+
+    monkeypatch.setattr(convolution_choice, "measure", broken)
+    choice = measured_choice(nn.Conv3d(4, 4, 3).half(), CPU, keeps_channels_last=True)
+    assert choice.layout is None and choice.cudnn and not choice.measured
+    assert choice.warning == choice.reason == "timing 3-D convolutions failed: RuntimeError: CUDA error: no device"
+
+
 def test_only_half_precision_decoders_with_3d_convolutions_are_measured() -> None:
     flat = measured_choice(nn.Conv2d(4, 4, 3).bfloat16(), CPU, keeps_channels_last=True)
     exact = measured_choice(nn.Conv3d(4, 4, 3), CPU, keeps_channels_last=True)
@@ -161,7 +209,7 @@ def test_only_half_precision_decoders_with_3d_convolutions_are_measured() -> Non
 
 def test_the_largest_and_the_most_frequent_convolution_stand_for_all(zoo: Zoo) -> None:
     model = nn.ModuleList([nn.Conv3d(4, 8, 3), *(nn.Conv3d(4, 4, 3) for _ in range(3)), nn.Conv3d(8, 8, 3)])
-    model.extend([nn.Conv3d(64, 64, 1), nn.Conv3d(32, 32, 3, groups=32), nn.Conv2d(64, 64, 3)])
+    model.extend([nn.Conv3d(64, 64, 1), nn.Conv3d(32, 32, 3, groups=8), nn.Conv2d(64, 64, 3)])
     assert [tuple(conv.weight.shape[:2]) for conv in representatives(model)] == [(8, 8), (4, 4)]
     assert len(representatives(zoo.references["wan21"].decoder)) == 2
     assert representatives(zoo.references["autoencoder_kl"].decoder) == []
@@ -186,9 +234,10 @@ def test_without_cudnn_only_3d_convolutions_do_without_and_the_flag_comes_back()
         F.conv2d(flat, torch.ones(2, 2, 3, 3))
         F.conv3d(deep, torch.ones(2, 2, 3, 3, 3))
         dense_conv3d(deep, torch.ones(2, 2, 3, 3, 3), None, (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)
+        causal_conv3d([deep], torch.ones(2, 2, 3, 3, 3), None, None, (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)
         with pytest.raises(RuntimeError):
             F.conv3d(deep, torch.ones(2, 9, 3, 3, 3))
-    assert seen.cudnn == {"conv2d": {True}, "conv3d": {False}, "dense_conv3d": {False}}
+    assert seen.cudnn == {name: {name == "conv2d"} for name in ("conv2d", "conv3d", "dense_conv3d", "causal_conv3d")}
     assert torch.backends.cudnn.enabled
 
 
