@@ -67,6 +67,12 @@ def full(ms: float, mb: int = 100) -> ConvolutionTime:
         pytest.param([way(LAST, math.inf), way(PLAIN, 3.0)], PLAIN, True, id="a layout fails"),
         pytest.param([way(LAST, math.inf), way(LAST, 3.0, cudnn=False)], LAST, False, id="cuDNN fails"),
         pytest.param(
+            [way(PLAIN, math.inf), way(PLAIN, 3.0, cudnn=False), way(LAST, 2.8, cudnn=False)],
+            LAST,
+            False,
+            id="cuDNN fails and the better layout without it is hardly better",
+        ),
+        pytest.param(
             [way(LAST, 2.0, mb=None), way(LAST, 1.0, cudnn=False, mb=None)], LAST, False, id="no memory known"
         ),
     ],
@@ -79,10 +85,15 @@ def test_the_fastest_way_is_chosen_where_it_is_clearly_faster(
         choice = choose([*order, full(9.0, mb=900)], "bfloat16")
         assert (choice.layout, choice.cudnn, choice.warning) == (layout, cudnn, "")
         assert choice.reason.startswith(layout)
+        # Each that worked is named once.
+        named = [
+            f"{each.layout} with{'' if each.cudnn else 'out'} cuDNN" for each in ways if math.isfinite(each.seconds)
+        ]
+        assert all(choice.reason.count(name) == 1 for name in named)
 
 
 def test_half_precision_that_is_worse_than_float32_is_warned_of() -> None:
-    slow = choose([way(LAST, 7.0), full(2.0)], "bfloat16")
+    slow = choose([way(LAST, 7.0), full(9.0), full(2.0), full(8.0)], "bfloat16")
     assert "3.5 times as long as in float32" in slow.warning and "cuDNN" in slow.warning
     large = choose([way(LAST, 1.0, mb=7270), full(2.0, mb=2510)], "bfloat16")
     assert "2.9 times as much memory" in large.warning and "times as long" not in large.warning
@@ -271,6 +282,10 @@ def test_a_model_decodes_with_the_layout_that_was_faster(
         assert "contiguous with cuDNN took 3 ms" in shown["rewrites"]["channels_last"]["reason"]
     weights = [m.weight for m in decoder._family.vae.decoder.modules() if isinstance(m, nn.Conv3d)]
     spread = [w for w in weights if w.shape[1] > 1 and w[0, 0].numel() > 1]
+    assert all(w.is_contiguous() == (layout == PLAIN) for w in spread) and len(spread) > 5
+    # Weights that a rewrite prepared follow.
+    prepared = [m._one_frame[0] for m in decoder._family.vae.modules() if hasattr(m, "_one_frame")]
+    spread = [w for w in prepared if w.shape[1] > 1 and w[0, 0].numel() > 1]
     assert all(w.is_contiguous() == (layout == PLAIN) for w in spread) and len(spread) > 5
     z = latents_of((1, 4, 3, 4, 5))
     with torch.inference_mode():
