@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from decode_service.decoding import norm_activation, sharded_compilation
 from decode_service.decoding.communicator import ThreadCommunicator
@@ -61,8 +62,10 @@ def told_by(program: str, **environment: str) -> dict[str, Any]:
 
 @NEEDS_TRITON
 def test_the_kernels_compile_for_devices(tmp_path: Path) -> None:
-    sizes = told_by("compiled_kernels", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert len(sizes) == 4 and all(size > 1000 for size in sizes.values())
+    told = told_by("compiled_kernels", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert len(told) == 4 and all(each["bytes"] > 1000 for each in told.values())
+    # One is read, one is written.
+    assert all(each["offsets"] == ["i64", "i64"] for each in told.values()), told
 
 
 @NEEDS_TRITON
@@ -188,6 +191,21 @@ def normalization_activation() -> Any:
     from decode_service.decoding.rewrites import Activation
 
     return Activation(nn.Module, "nonlinearity")
+
+
+def test_who_stands_around_a_decoder_sees_norm_and_silu_as_one_function() -> None:
+    seen: list[Any] = []
+
+    class Around(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, factors = torch.randn(1, 4, 3, 3).contiguous(memory_format=torch.channels_last), torch.ones(4)
+    with Around():
+        norm_activation.rms_norm_silu(x, 2.0, factors)
+        norm_activation.group_norm_silu(x, 2, factors, factors, 1e-6)
+    assert seen == [norm_activation.rms_norm_silu, norm_activation.group_norm_silu]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
