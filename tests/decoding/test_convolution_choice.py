@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from decode_service.decoding import convolution_choice, rank
 from decode_service.decoding.causal_conv3d import causal_conv3d
 from decode_service.decoding.convolution_choice import (
+    _CUDNN,
     ConvolutionChoice,
     ConvolutionTime,
     Layout,
@@ -249,6 +251,14 @@ def test_without_cudnn_only_3d_convolutions_do_without_and_the_flag_comes_back()
         with pytest.raises(RuntimeError):
             F.conv3d(deep, torch.ones(2, 9, 3, 3, 3))
     assert seen.cudnn == {name: {name == "conv2d"} for name in ("conv2d", "conv3d", "dense_conv3d", "causal_conv3d")}
+    assert torch.backends.cudnn.enabled
+
+
+def test_ranks_that_are_threads_leave_cudnn_as_it_was() -> None:
+    with ExitStack() as second:
+        with _CUDNN.off():
+            second.enter_context(_CUDNN.off())
+        assert not torch.backends.cudnn.enabled, "the second rank's convolution still runs"
     assert torch.backends.cudnn.enabled
 
 
