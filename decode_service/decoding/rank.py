@@ -319,8 +319,10 @@ class RankDecoder:
 
 @contextlib.contextmanager
 def _cast_up(family: Family) -> Iterator[None]:
-    """The model in float32 for the length of the context; half-precision weights come back bit by bit."""
+    """The model in float32 for the length of the context; half-precision weights and buffers come back bit by bit."""
     own = {name: parameter.dtype for name, parameter in family.vae.named_parameters()}
+    # Casting gives a module other buffers, and its parameters other data.
+    buffers = [(module._buffers, dict(module._buffers)) for module in family.vae.modules()]
     try:
         # Within the try: where memory ends half-way, some weights are float32 already.
         family.vae.float()
@@ -328,6 +330,8 @@ def _cast_up(family: Family) -> Iterator[None]:
     finally:
         for name, parameter in family.vae.named_parameters():
             parameter.data = parameter.data.to(own[name])
+        for held, before in buffers:
+            held.update(before)
 
 
 def _count_by_dtype(vae: torch.nn.Module) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +14,15 @@ import torch
 
 from benchmarks.memory import peak_memory
 from decode_service.decoding.communicator import Communicator
+from decode_service.decoding.families import FAMILIES
 from decode_service.decoding.loading import ModelSource, load_family
-from decode_service.decoding.rank import PeerFailedError, RankDecoder, RankOutOfMemoryError, RankPart
+from decode_service.decoding.rank import PeerFailedError, RankDecoder, RankOutOfMemoryError, RankPart, _cast_up
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import Policy, make_plan
 from tests.decoding.conftest import Zoo
 from tests.decoding.harness import FLOAT, latents_of
 from tests.decoding.threads import on_ranks
+from tests.decoding.tiny_models import TINY
 
 CPU = torch.device("cpu")
 
@@ -72,6 +75,25 @@ def test_two_decodes_interleaved_on_one_model_give_what_each_gives_alone(zoo: Zo
                         chunks[index].append(chunk)
     for mixed, single in zip(chunks, alone, strict=True):
         assert torch.equal(torch.cat(mixed, 2), single)
+
+
+@pytest.mark.parametrize("class_name", ["AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLCosmos", "AutoencoderRAE"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_that_was_cast_up_is_the_one_it_was(class_name: str, fails: bool) -> None:
+    vae: Any = TINY[class_name]().bfloat16()
+
+    def state() -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in (*vae.named_parameters(), *vae.named_buffers())}
+
+    before = state()
+    with contextlib.suppress(ValueError), _cast_up(FAMILIES[class_name](vae, "tiny")):
+        assert {tensor.dtype for tensor in state().values() if tensor.is_floating_point()} == {torch.float32}
+        if fails:
+            raise ValueError
+    after = state()
+    assert after.keys() == before.keys()
+    for name, tensor in after.items():
+        assert tensor.dtype == before[name].dtype and torch.equal(tensor, before[name]), name
 
 
 def test_two_threads_on_one_model_give_what_each_gives_alone(zoo: Zoo) -> None:
