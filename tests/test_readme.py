@@ -1,4 +1,4 @@
-"""What the README says is so: its table of families, its settings, its files."""
+"""What the documents say is so: the table of families, the settings, files and modules."""
 
 from __future__ import annotations
 
@@ -41,3 +41,17 @@ def test_files_that_are_named_exist(document: str) -> None:
     named = set(re.findall(r"`((?:decode_service|tests|scripts|deploy|clients|benchmarks)/[\w./-]+)`", text))
     missing = [name for name in sorted(named) if not (ROOT / name).exists() and "<" not in name]
     assert not missing
+
+
+def test_every_module_has_its_place_in_the_architecture() -> None:
+    table = (ROOT / "ARCHITECTURE.md").read_text().partition("## Where things are")[2].partition("\n## ")[0]
+    placed: list[str] = []
+    for row in re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE):
+        first, *others = re.findall(r"`([\w/.]+)`", row)
+        folder = first[: first.rfind("/") + 1]
+        placed += [first, *(folder + other for other in others)]
+    package = ROOT / "decode_service"
+    modules = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if path.name != "__init__.py"}
+    # The families stand as one.
+    modules = {module for module in modules if not module.startswith("decoding/families/")} | {"decoding/families/"}
+    assert sorted(placed) == sorted(modules)

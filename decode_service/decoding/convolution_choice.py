@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -322,7 +323,7 @@ class _Run:
     def _convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         conv = self._conv
         padding = (0, *(extent // 2 for extent in conv.kernel_size[1:]))
-        with contextlib.nullcontext() if self._cudnn else _cudnn_off():
+        with contextlib.nullcontext() if self._cudnn else _CUDNN.off():
             F.conv3d(x, weight, bias, conv.stride, padding, conv.dilation)
 
 
@@ -360,15 +361,35 @@ def measured_choice(
 # ---- carrying it out -----------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _cudnn_off() -> Iterator[None]:
-    # Not ``torch.backends.cudnn.flags``, which sets TF32 and all other flags too.
-    before = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = before
+class _CudnnSwitch:
+    """torch's switch of cuDNN, which belongs to the whole process; ranks that are threads share it.
+
+    It is off while anybody wants it off, and then what it was before the first of them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted_off = 0
+        self._before = True
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        # Not ``torch.backends.cudnn.flags``, which sets TF32 and all other flags too.
+        with self._lock:
+            if self._wanted_off == 0:
+                self._before = torch.backends.cudnn.enabled
+                torch.backends.cudnn.enabled = False
+            self._wanted_off += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanted_off -= 1
+                if self._wanted_off == 0:
+                    torch.backends.cudnn.enabled = self._before
+
+
+_CUDNN = _CudnnSwitch()
 
 
 # Functions of ours that the halo rule knows by name call torch's where this mode no longer sees it.
@@ -376,7 +397,8 @@ _CONVOLUTIONS = frozenset({torch.conv3d, dense_conv3d, causal_conv3d})
 
 
 class WithoutCudnn(TorchFunctionMode):
-    """While active in this thread, 3-D convolutions run without cuDNN; 2-D ones keep it.
+    """While active in this thread, 3-D convolutions run without cuDNN; 2-D ones keep it, but for those that other threads of the
+    process make meanwhile.
 
     Entered outside ``ShardedFrame``, it sees the convolutions that the halo rule has made of the decoder's. While a compiler
     follows the decoder it does nothing: compiled calls call cuDNN, and are kept only where they are faster.
@@ -390,6 +412,6 @@ class WithoutCudnn(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _CONVOLUTIONS and not any(map(is_traced, tensors(args))):
-            with _cudnn_off():
+            with _CUDNN.off():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -81,7 +81,8 @@ def _of_rows(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     _, mean, rstd = torch.native_group_norm(
         x, ones, torch.zeros_like(ones), batch, channels, x[0, 0].numel(), groups, eps
     )
-    return mean, (rstd.float().square().reciprocal() - eps).clamp_min(0.0)
+    # On torch's ``meta`` device they are of the dtype of ``x``.
+    return mean.float(), (rstd.float().square().reciprocal() - eps).clamp_min(0.0)
 
 
 def _of_channels(item: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import triton
@@ -45,14 +46,18 @@ KERNELS = {
 
 
 def main() -> None:
-    sizes = {}
+    told = {}
     for name, (kernel, types, blocks) in KERNELS.items():
         for capability, dtype in ((CAPABILITIES[0], "fp16"), (CAPABILITIES[1], "bf16")):
             signature = {key: value.format(dtype) for key, value in types.items()} | dict.fromkeys(blocks, "constexpr")
             source = ASTSource(fn=kernel, signature=signature, constexprs=blocks)
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-            sizes[f"{name} {dtype} sm_{capability}"] = len(compiled.asm["cubin"])
-    json.dump(sizes, sys.stdout)
+            told[f"{name} {dtype} sm_{capability}"] = {
+                "bytes": len(compiled.asm["cubin"]),
+                # The places of a block of a feature map, which may have more than 2^31 elements.
+                "offsets": re.findall(r"tt\.addptr .*, tensor<\d+x\d+x(i\d+)>", compiled.asm["ttir"]),
+            }
+    json.dump(told, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from decode_service.decoding.communicator import Communicator, SoloCommunicator
-from decode_service.decoding.families import family_class
+from decode_service.decoding.families import Family, family_class
 from decode_service.decoding.rank import RankDecoder, RankPart
 from decode_service.decoding.rewrites import NAMES, apply_rewrites
 from decode_service.planning.conditioning import Conditioning
@@ -22,6 +22,7 @@ from decode_service.planning.layouts import Layout, arrange
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
+from decode_service.planning.temporal import CausalFrames
 from tests.decoding import measurements
 from tests.decoding.harness import assemble
 from tests.decoding.threads import on_ranks
@@ -159,6 +160,29 @@ def check_tiles(
         measurements.judge(type(vae).__name__, "tile", size, difference, tolerance)
 
 
+def check_tiles_of_uneven_strides(vae: Any, latents: torch.Tensor) -> None:
+    """A quarter of a tile of 9 cells of 4 px is 2.25 cells but 9 px: diffusers steps by 6 cells, keeps 27 px of each and repeats
+    rows. With a third, which is the same 6 cells, it keeps 24, and makes the tiles that a decode should have."""
+    size = torch.Size(extent * 4 for extent in latents.shape[-2:])
+    own_overlap = vae.tile_overlap_factor
+    vae.enable_tiling()
+    assert reference(vae, latents).shape[-2:] != size, "diffusers got it right: compare with it instead"
+    vae.tile_overlap_factor = 1 / 3
+    expected = reference(vae, latents)
+    vae.tile_overlap_factor = own_overlap
+    vae.disable_tiling()
+    assert expected.shape[-2:] == size
+    check_tiles(vae, latents, expected)
+
+
+def check_causal_ratios(vae: Any, latents: torch.Tensor, expected: torch.Tensor, spatial: int, temporal: int) -> None:
+    """The family finds the ratios that ``expected`` shows, and decodes to it."""
+    spec = family_class(type(vae).__name__)(vae, "tiny", None).spec
+    assert (spec.spatial_ratio, spec.frame_rule) == (spatial, CausalFrames(temporal))
+    assert expected.shape[2:] == spec.output_extents(tuple(latents.shape))
+    check_exact_modes(vae, latents, expected, ranks=(3,))
+
+
 def check_interleaved(
     vae: Any, videos: Sequence[torch.Tensor], reference: Reference = reference, *, chunk: int = 1
 ) -> None:
@@ -192,9 +216,14 @@ def check_compiles_whole(vae: Any, latents: torch.Tensor, expected: torch.Tensor
     torch.testing.assert_close(video, expected, atol=1e-5, rtol=0)
 
 
-class LargestTensor(TorchFunctionMode):
-    """Elements of the largest tensor that any operation makes."""
+def largest_operand(family: Family, latents: torch.Tensor, chunk: int) -> int:
+    """Elements of the largest tensor that any operation of a decode makes."""
+    with torch.inference_mode(), _LargestTensor() as largest:
+        list(family.decode(latents, chunk))
+    return largest.elements
 
+
+class _LargestTensor(TorchFunctionMode):
     elements = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -137,14 +137,19 @@ def _process_main(work: Any, ports: Any, results: Any) -> None:
             results.put((rank, None, traceback.format_exc()))
 
 
+def meeting_store(rank: int, size: int, ports: Any) -> dist.TCPStore:
+    """The store of rank 0, by which all ``size`` processes meet; the others learn its port from ``ports``."""
+    if rank != 0:
+        return dist.TCPStore("127.0.0.1", ports.get(), size, is_master=False)
+    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    for _ in range(size - 1):
+        ports.put(store.port)
+    return store
+
+
 def _decode_all(cases: list[Case], rank: int, size: int, ports: Any) -> list[tuple[DecodePlan, RankPart]]:
     torch.set_num_threads(1)
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-        for _ in range(size - 1):
-            ports.put(store.port)
-    else:
-        store = dist.TCPStore("127.0.0.1", ports.get(), size, is_master=False)
+    store = meeting_store(rank, size, ports)
     communicator = join_group(store, rank, size, torch.device("cpu"), generation=0, timeout_s=60)
     decoders: dict[Any, RankDecoder] = {}
     outcome = []

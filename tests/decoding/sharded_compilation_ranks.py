@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._functorch.aot_autograd import aot_module_simplified
 
 from decode_service.decoding import compilation, sharded_compilation
@@ -19,6 +18,7 @@ from decode_service.planning import compiled_shapes
 from decode_service.planning.compiled_shapes import MEASURING_ROUNDS, BucketMeasurement
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import Policy, make_plan
+from tests.decoding.harness import meeting_store
 
 RAW = PixelFormat("float32", "model")
 
@@ -55,12 +55,7 @@ def run(models: Sequence[Warm], rank: int, size: int, ports: Any) -> list[Seen]:
     compilation.MIN_ROUNDS, compilation.MEASURING_S = 1, 0.0
     # Whatever is right, and not what is faster: without code nothing is.
     compiled_shapes.MIN_SPEEDUP = 0.0
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-        for _ in range(size - 1):
-            ports.put(store.port)
-    else:
-        store = dist.TCPStore("127.0.0.1", ports.get(), size, is_master=False)
+    store = meeting_store(rank, size, ports)
     device = torch.device("cpu")
     group = join_group(store, rank, size, device, generation=0, timeout_s=60, agreement_timeout_s=120)
     decoders, found = [], []

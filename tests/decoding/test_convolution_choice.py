@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from torch.overrides import TorchFunctionMode
 from decode_service.decoding import convolution_choice, rank
 from decode_service.decoding.causal_conv3d import causal_conv3d
 from decode_service.decoding.convolution_choice import (
+    _CUDNN,
     ConvolutionChoice,
     ConvolutionTime,
     Layout,
     Timer,
     WithoutCudnn,
+    _Run,
     choose,
     measure,
     measured_choice,
@@ -66,6 +69,12 @@ def full(ms: float, mb: int = 100) -> ConvolutionTime:
         pytest.param([way(LAST, math.inf), way(PLAIN, 3.0)], PLAIN, True, id="a layout fails"),
         pytest.param([way(LAST, math.inf), way(LAST, 3.0, cudnn=False)], LAST, False, id="cuDNN fails"),
         pytest.param(
+            [way(PLAIN, math.inf), way(PLAIN, 3.0, cudnn=False), way(LAST, 2.8, cudnn=False)],
+            LAST,
+            False,
+            id="cuDNN fails and the better layout without it is hardly better",
+        ),
+        pytest.param(
             [way(LAST, 2.0, mb=None), way(LAST, 1.0, cudnn=False, mb=None)], LAST, False, id="no memory known"
         ),
     ],
@@ -78,10 +87,15 @@ def test_the_fastest_way_is_chosen_where_it_is_clearly_faster(
         choice = choose([*order, full(9.0, mb=900)], "bfloat16")
         assert (choice.layout, choice.cudnn, choice.warning) == (layout, cudnn, "")
         assert choice.reason.startswith(layout)
+        # Each that worked is named once.
+        named = [
+            f"{each.layout} with{'' if each.cudnn else 'out'} cuDNN" for each in ways if math.isfinite(each.seconds)
+        ]
+        assert all(choice.reason.count(name) == 1 for name in named)
 
 
 def test_half_precision_that_is_worse_than_float32_is_warned_of() -> None:
-    slow = choose([way(LAST, 7.0), full(2.0)], "bfloat16")
+    slow = choose([way(LAST, 7.0), full(9.0), full(2.0), full(8.0)], "bfloat16")
     assert "3.5 times as long as in float32" in slow.warning and "cuDNN" in slow.warning
     large = choose([way(LAST, 1.0, mb=7270), full(2.0, mb=2510)], "bfloat16")
     assert "2.9 times as much memory" in large.warning and "times as long" not in large.warning
@@ -110,28 +124,65 @@ def test_float32_and_bfloat16_convolutions_are_timed_for_real() -> None:
     assert choice.layout in (LAST, PLAIN) and choice.cudnn and len(choice.describe()["measured"]) == 4
 
 
-def test_times_and_memory_are_those_that_the_device_tells() -> None:
-    """Every round ends with a look at the clock after the device is done; the largest peak counts."""
-    done, clock, watched = 0.0, 0.0, 0
+class Device:
+    """One that works behind its caller's back: time passes when somebody waits for what has been asked of it.
 
-    def synchronize() -> None:
-        nonlocal done
-        done = clock
+    Making operands takes 100 s. A convolution takes what the next of ``costs`` says.
+    """
 
-    def tick() -> float:
-        nonlocal clock
-        assert done == clock, "the clock is read while the device may still work"
-        clock += 0.25
-        synchronize()
-        return clock
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, costs: Sequence[float], peaks: Sequence[int]) -> None:
+        self.now = self.asked = 0.0
+        self._costs, self._peaks = iter(costs), iter(peaks)
+        operands = _Run._operands
 
-    def start_peak() -> None:
-        nonlocal watched
-        watched += 1
+        def making(run: _Run) -> Any:
+            self.asked += 100
+            return operands(run)
 
-    timer = Timer(synchronize, tick, start_peak, lambda: 1000 * watched)
-    ways = measure([nn.Conv3d(2, 2, 3), nn.Conv3d(2, 4, 3)], CPU, layouts=[LAST], timer=timer, elements=64, rounds=2)
-    assert [(way.seconds, way.extra_bytes) for way in ways] == [(0.5, 2000)]
+        def convolving(*_: Any) -> None:
+            self.asked += next(self._costs)
+
+        monkeypatch.setattr(_Run, "_operands", making)
+        monkeypatch.setattr(F, "conv3d", convolving)
+        self.timer = Timer(self.wait, lambda: self.now, self.idle, lambda: self.idle() or next(self._peaks))
+
+    def wait(self) -> None:
+        self.now, self.asked = self.now + self.asked, 0.0
+
+    def idle(self) -> None:
+        assert not self.asked, "memory is looked at while the device works"
+
+
+def test_times_and_memory_are_those_that_the_device_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round is not timed, of the others the median counts; times add up, and the largest peak counts."""
+    convolutions = [nn.Conv3d(2, 2, 3), nn.Conv3d(2, 4, 3)]
+    device = Device(monkeypatch, [9.0, 1.0, 7.0, 2.0, 9.0, 0.5, 0.25, 4.0], [3000, 1000])
+    ways = measure(convolutions, CPU, layouts=[LAST], timer=device.timer, elements=64, rounds=3)
+    assert [(way.seconds, way.extra_bytes) for way in ways] == [(2.5, 3000)]
+
+
+def test_on_cuda_half_precision_is_timed_without_cudnn_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, bool, bool]] = []
+
+    def convolving(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> None:
+        assert weight.dtype == x.dtype
+        last = [tensor.is_contiguous(memory_format=torch.channels_last_3d) for tensor in (x, weight)]
+        assert last[0] == last[1] != x.is_contiguous()
+        ran.append((str(x.dtype).removeprefix("torch."), last[0], torch.backends.cudnn.enabled))
+
+    def ones(*shape: Any, device: torch.device, **options: Any) -> torch.Tensor:
+        assert device.type == "cuda"
+        return make(*shape, **options)
+
+    make = torch.ones
+    monkeypatch.setattr(F, "conv3d", convolving)
+    monkeypatch.setattr(convolution_choice.torch, "ones", ones)
+    conv = nn.Conv3d(4, 4, 3).bfloat16()
+    ways = measure([conv], torch.device("cuda"), timer=Timer(), elements=1 << 10, rounds=1)
+    expected = [("bfloat16", True), ("bfloat16", False), ("float32", True), ("float32", False)]
+    expected = [(*way, True) for way in expected] + [("bfloat16", True, False), ("bfloat16", False, False)]
+    assert [(way.dtype, way.layout == LAST, way.cudnn) for way in ways] == expected
+    assert ran == expected * 2
 
 
 def test_a_way_that_fails_is_reported_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +201,16 @@ def test_a_way_that_fails_is_reported_and_the_others_are_timed(monkeypatch: pyte
     assert set(problems.values()) == {""}
 
 
+def test_measuring_that_fails_altogether_fails_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **options: Any) -> None:
+        raise RuntimeError("CUDA error: no device")
+
+    monkeypatch.setattr(convolution_choice, "measure", broken)
+    choice = measured_choice(nn.Conv3d(4, 4, 3).half(), CPU, keeps_channels_last=True)
+    assert choice.layout is None and choice.cudnn and not choice.measured
+    assert choice.warning == choice.reason == "timing 3-D convolutions failed: RuntimeError: CUDA error: no device"
+
+
 def test_only_half_precision_decoders_with_3d_convolutions_are_measured() -> None:
     flat = measured_choice(nn.Conv2d(4, 4, 3).bfloat16(), CPU, keeps_channels_last=True)
     exact = measured_choice(nn.Conv3d(4, 4, 3), CPU, keeps_channels_last=True)
@@ -161,7 +222,7 @@ def test_only_half_precision_decoders_with_3d_convolutions_are_measured() -> Non
 
 def test_the_largest_and_the_most_frequent_convolution_stand_for_all(zoo: Zoo) -> None:
     model = nn.ModuleList([nn.Conv3d(4, 8, 3), *(nn.Conv3d(4, 4, 3) for _ in range(3)), nn.Conv3d(8, 8, 3)])
-    model.extend([nn.Conv3d(64, 64, 1), nn.Conv3d(32, 32, 3, groups=32), nn.Conv2d(64, 64, 3)])
+    model.extend([nn.Conv3d(64, 64, 1), nn.Conv3d(32, 32, 3, groups=8), nn.Conv2d(64, 64, 3)])
     assert [tuple(conv.weight.shape[:2]) for conv in representatives(model)] == [(8, 8), (4, 4)]
     assert len(representatives(zoo.references["wan21"].decoder)) == 2
     assert representatives(zoo.references["autoencoder_kl"].decoder) == []
@@ -186,9 +247,18 @@ def test_without_cudnn_only_3d_convolutions_do_without_and_the_flag_comes_back()
         F.conv2d(flat, torch.ones(2, 2, 3, 3))
         F.conv3d(deep, torch.ones(2, 2, 3, 3, 3))
         dense_conv3d(deep, torch.ones(2, 2, 3, 3, 3), None, (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)
+        causal_conv3d([deep], torch.ones(2, 2, 3, 3, 3), None, None, (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)
         with pytest.raises(RuntimeError):
             F.conv3d(deep, torch.ones(2, 9, 3, 3, 3))
-    assert seen.cudnn == {"conv2d": {True}, "conv3d": {False}, "dense_conv3d": {False}}
+    assert seen.cudnn == {name: {name == "conv2d"} for name in ("conv2d", "conv3d", "dense_conv3d", "causal_conv3d")}
+    assert torch.backends.cudnn.enabled
+
+
+def test_ranks_that_are_threads_leave_cudnn_as_it_was() -> None:
+    with ExitStack() as second:
+        with _CUDNN.off():
+            second.enter_context(_CUDNN.off())
+        assert not torch.backends.cudnn.enabled, "the second rank's convolution still runs"
     assert torch.backends.cudnn.enabled
 
 
@@ -222,6 +292,10 @@ def test_a_model_decodes_with_the_layout_that_was_faster(
         assert "contiguous with cuDNN took 3 ms" in shown["rewrites"]["channels_last"]["reason"]
     weights = [m.weight for m in decoder._family.vae.decoder.modules() if isinstance(m, nn.Conv3d)]
     spread = [w for w in weights if w.shape[1] > 1 and w[0, 0].numel() > 1]
+    assert all(w.is_contiguous() == (layout == PLAIN) for w in spread) and len(spread) > 5
+    # Weights that a rewrite prepared follow.
+    prepared = [m._one_frame[0] for m in decoder._family.vae.modules() if hasattr(m, "_one_frame")]
+    spread = [w for w in prepared if w.shape[1] > 1 and w[0, 0].numel() > 1]
     assert all(w.is_contiguous() == (layout == PLAIN) for w in spread) and len(spread) > 5
     z = latents_of((1, 4, 3, 4, 5))
     with torch.inference_mode():

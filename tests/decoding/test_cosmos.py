@@ -12,13 +12,14 @@ from decode_service.decoding.attention import attention_over_time
 from decode_service.decoding.families.cosmos import CosmosFamily, unpatch
 from decode_service.planning.spec import StrideTiles
 from tests.decoding.family_checks import (
-    LargestTensor,
+    check_causal_ratios,
     check_compiles_whole,
     check_exact_modes,
     check_half_precision,
     check_interleaved,
     check_tiles,
     decoded,
+    largest_operand,
     reference,
 )
 from tests.decoding.harness import latents_of
@@ -66,12 +67,7 @@ def test_what_looks_back_matters_to_the_reference() -> None:
 )
 def test_ratios_are_those_of_the_structure(config: dict[str, Any], ratios: tuple[int, int]) -> None:
     vae, latents = model(**config), latents_of((1, 4, 3, 4, 5))
-    spec = CosmosFamily(vae, "tiny").spec
-    expected = reference(vae, latents)
-    frames, height, width = spec.output_extents(tuple(latents.shape))
-    assert expected.shape == (1, 3, frames, height, width)
-    assert (spec.spatial_ratio, getattr(spec.frame_rule, "ratio", 0)) == ratios
-    check_exact_modes(vae, latents, expected, ranks=(3,))
+    check_causal_ratios(vae, latents, reference(vae, latents), *ratios)
 
 
 @pytest.mark.parametrize("patch", [1, 2, 4, 8])
@@ -144,12 +140,10 @@ def test_attention_over_time_does_not_care_how_positions_are_grouped(monkeypatch
 def test_no_operand_is_larger_than_planned(frames: int, chunk: int) -> None:
     vae, latents = model(decode_block_out_channels=(64, 96, 32, 32)), latents_of((1, 4, frames, 18, 16))
     family = CosmosFamily(vae, "tiny")
-    with torch.inference_mode(), LargestTensor() as largest:
-        list(family.decode(latents, chunk))
-    spec = family.spec
+    spec, largest = family.spec, largest_operand(family, latents, chunk)
     planned = max(spec.operand_per_pixel_first, min(chunk, frames - 1) * spec.operand_per_pixel) * 144 * 128
     # A padded operand has two rows and columns more, which planning leaves out.
-    assert 0.6 * planned <= largest.elements <= planned * 1.1
+    assert 0.6 * planned <= largest <= planned * 1.1
 
 
 def test_the_released_configuration() -> None:

@@ -17,7 +17,7 @@ from decode_service.errors import ConfigError, InvalidLatentsError
 from decode_service.planning.plan import PixelFormat
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
-from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
+from tests.decoding.family_checks import check_exact_modes, check_tiles, check_tiles_of_uneven_strides, decoded
 from tests.decoding.harness import latents_of
 from tests.decoding.tiny_models import flux2
 
@@ -57,17 +57,7 @@ def test_tiles_give_the_tiled_pixels_of_diffusers() -> None:
 
 
 def test_a_sample_size_that_is_no_whole_number_of_strides_still_gives_the_whole_picture() -> None:
-    """Of 9 cells a quarter is 2.25 cells but 9 px: diffusers steps by 6 cells, keeps 27 px of each and repeats rows."""
-    vae, latents = flux2(sample_size=36), latents_of((1, 4, 19, 23))
-    own_overlap = vae.tile_overlap_factor
-    vae.enable_tiling()
-    assert vae.decode(latents).sample.shape[-2:] != (76, 92), "diffusers got it right: compare with it instead"
-    vae.tile_overlap_factor = 1 / 3  # the same 6 cells, and 24 px
-    expected = vae.decode(latents).sample
-    vae.tile_overlap_factor = own_overlap
-    vae.disable_tiling()
-    assert expected.shape[-2:] == (76, 92)
-    check_tiles(vae, latents, expected)
+    check_tiles_of_uneven_strides(flux2(sample_size=36), latents_of((1, 4, 19, 23)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from decode_service.decoding.group_norm import _of_channels, group_moments, normalize_groups
 
@@ -77,6 +78,35 @@ def test_moments_have_a_mantissa_of_float32_in_every_dtype(device: str, layout: 
     mean, variance = group_moments(x, GROUPS)
     assert mean.dtype == variance.dtype == torch.float32
     assert (mean - exact_mean).abs().max() < 1e-5 and (variance - exact_variance).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["channels first", "channels last"])
+def test_moments_of_small_numbers_are_theirs(layout: str) -> None:
+    torch.manual_seed(0)
+    x = LAYOUTS[layout]() * 1e-5
+    _, variance = group_moments(x, GROUPS)
+    exact = x.double().reshape(2, GROUPS, -1).var(dim=-1, correction=0)
+    assert ((variance - exact) / exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tracer_writes_the_formula_down_and_no_kernel(layout: str) -> None:
+    x = LAYOUTS[layout]()
+    graph = make_fx(lambda x: group_moments(x, GROUPS), tracing_mode="fake")(x)
+    called = {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+    assert "aten.var_mean.correction" in called
+    assert not any("norm" in name for name in called), called
+    for found, expected in zip(graph(x), group_moments(x, GROUPS), strict=True):
+        assert (found - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_has_no_data_has_moments_of_the_right_shape(layout: str, dtype: torch.dtype) -> None:
+    x = LAYOUTS[layout]().to("meta", dtype)
+    assert {(tuple(m.shape), m.dtype, m.is_meta) for m in group_moments(x, GROUPS)} == {
+        ((x.shape[0], GROUPS), torch.float32, True)
+    }
 
 
 def test_statistics_of_channels_serve_both_layouts() -> None:

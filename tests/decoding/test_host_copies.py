@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,15 +20,16 @@ from decode_service.decoding.rank import RankDecoder, RankPart
 from decode_service.planning.plan import PixelFormat
 from tests.decoding.conftest import Zoo
 from tests.decoding.harness import FLOAT, latents_of
-from tests.decoding.test_rank import load, plan_for
+from tests.decoding.test_rank import fail_at, load, plan_for
 from tests.decoding.threads import on_ranks
 
 
 class Late:
-    """A copy that is carried out when somebody waits for it, as a device may."""
+    """A copy that is carried out when somebody waits for it, as a device may. It does not hold what it reads."""
 
     def __init__(self, copier: LateCopier, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._copier, self._pairs, self._done = copier, pairs, False
+        self._copier, self._done = copier, False
+        self._pairs = [(target, weakref.ref(source)) for target, source in pairs]
 
     def query(self) -> bool:
         return self._done
@@ -36,7 +38,9 @@ class Late:
         if self._copier.broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if not self._done:
-            for target, source in self._pairs:
+            for target, held in self._pairs:
+                source = held()
+                assert source is not None, "the source's memory was given away before it was read"
                 target.copy_(source)
             self._copier.under_way -= 1
         self._done = True
@@ -54,7 +58,7 @@ class LateCopier:
         self.under_way += 1
         self.begun += 1
         self.most = max(self.most, self.under_way)
-        return Late(self, list(pairs))
+        return Late(self, pairs)
 
 
 @pytest.fixture
@@ -88,15 +92,26 @@ def test_a_buffer_is_used_again_only_when_nobody_can_read_it_any_more(pool: Host
     assert pool.allocated == 2 and second.sum() == 0
 
 
-def test_buffers_are_kept_up_to_a_bound() -> None:
+def test_buffers_are_kept_up_to_a_bound_and_those_that_came_back_last() -> None:
     pool = HostBufferPool(pinned=False, kept_bytes=2 * SMALLEST)
     held = [pool.take(SMALLEST) for _ in range(4)]
-    del held
-    gc.collect()
+    # Alive, so that no other buffer is made where one lies.
+    buffers = [memory.buffer for memory in held]
+    while held:
+        del held[0]
     held = [pool.take(SMALLEST) for _ in range(4)]
     assert pool.allocated == 4 + 2
+    again = [memory.buffer.data_ptr() for memory in held]
+    assert again[:2] == [buffer.data_ptr() for buffer in buffers[2:]] and len(set(again)) == 4
+
+
+def test_memory_of_any_size_is_large_enough_and_used_again_for_its_size_alone(pool: HostBufferPool) -> None:
+    small = address(arrived(pool, torch.zeros(SMALLEST, dtype=torch.uint8)))
+    large = torch.arange(SMALLEST + 1).to(torch.uint8)
+    got = arrived(pool, large)
+    assert pool.allocated == 2 and (got == large.numpy()).all()
     assert pool.take(SMALLEST + 1).buffer.numel() == 2 * SMALLEST
-    assert len({memory.buffer.data_ptr() for memory in held}) == 4
+    assert address(arrived(pool, torch.zeros(SMALLEST // 2 + 1, dtype=torch.uint8))) == small and pool.allocated == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32])
@@ -116,12 +131,31 @@ def test_a_source_lives_until_it_has_been_copied_and_no_more_than_a_few_wait(poo
         for index in range(10):
             source = torch.full((4,), index, dtype=torch.uint8)
             transfer.copy(transfer.target[index], source)
-            # Anybody else who asks for memory now would get the source's, were it not held.
             del source
-            torch.full((4,), 99, dtype=torch.uint8)
         got = transfer.finish()
-    assert got.tolist() == [[index] * 4 for index in range(10)]
+        # Before the transfer is closed, which waits again.
+        assert got.tolist() == [[index] * 4 for index in range(10)]
     assert copier.most == MOST_UNDER_WAY and copier.under_way == 0
+
+
+def test_a_source_that_has_been_copied_is_let_go_of_at_the_next_copy(pool: HostBufferPool) -> None:
+    landings: list[Late] = []
+
+    class Watched(LateCopier):
+        def begin(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Late:
+            landings.append(super().begin(pairs))
+            return landings[-1]
+
+    with Transfer(pool.take(8), (2, 4), torch.uint8, Watched()) as transfer:
+        source = torch.ones(4, dtype=torch.uint8)
+        held = weakref.ref(source)
+        transfer.copy(transfer.target[0], source)
+        del source
+        # The device has carried it out by itself.
+        landings[0].synchronize()
+        assert held() is not None
+        transfer.copy(transfer.target[1], torch.ones(4, dtype=torch.uint8))
+        assert held() is None
 
 
 def test_an_abandoned_transfer_is_over_before_its_memory_is_used_again(pool: HostBufferPool) -> None:
@@ -137,13 +171,22 @@ def test_an_abandoned_transfer_is_over_before_its_memory_is_used_again(pool: Hos
     assert pool.allocated == 1
 
 
-def test_memory_that_a_broken_device_may_still_write_to_is_never_used_again(pool: HostBufferPool) -> None:
+def test_memory_that_a_broken_device_may_still_write_to_is_never_used_again(
+    pool: HostBufferPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A record of the warning, which pytest keeps, holds the error, its frames and with them the memory.
+    monkeypatch.setattr(host_copies.logger, "disabled", True)
     copier = LateCopier()
     transfer = Transfer(pool.take(4), (4,), torch.uint8, copier)
     where = transfer.target.data_ptr()
-    transfer.copy(transfer.target, torch.ones(4, dtype=torch.uint8))
+    source = torch.ones(4, dtype=torch.uint8)
+    held = weakref.ref(source)
+    transfer.copy(transfer.target, source)
+    del source
     copier.broken = True
     transfer.close()
+    transfer.close()
+    assert held() is None
     # Whoever owns the memory in the end is somebody else here; what counts is that the pool does not.
     buffer = transfer.target
     del transfer
@@ -152,7 +195,7 @@ def test_memory_that_a_broken_device_may_still_write_to_is_never_used_again(pool
 
 
 def test_where_memory_cannot_be_pinned_ordinary_memory_serves_and_the_model_says_so(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make = torch.empty
 
@@ -167,6 +210,7 @@ def test_where_memory_cannot_be_pinned_ordinary_memory_serves_and_the_model_says
     assert copies.fetch(torch.arange(5, dtype=torch.uint8)).tolist() == [0, 1, 2, 3, 4]
     shown = copies.describe()
     assert not shown["pinned"] and shown["problem"].endswith("failed: CUDA error: out of memory")
+    assert shown["problem"] in caplog.text
 
 
 def test_on_the_cpu_pixels_are_not_copied_at_all(zoo: Zoo) -> None:
@@ -240,16 +284,7 @@ def test_parts_of_every_mode_arrive(zoo: Zoo, mode: str) -> None:
 def test_a_decode_that_fails_leaves_no_copy_behind(zoo: Zoo, pool: HostBufferPool) -> None:
     decoder = load(zoo, "wan21")
     copier = with_copies(decoder, pool)
-    family, calls = decoder._family, 0
-
-    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise RuntimeError("injected")
-        return family.vae.decoder(*args, **kwargs)
-
-    family.call_decoder = failing
+    fail_at(decoder, 3)
     z = latents_of((1, 4, 4, 4, 4))
     with pytest.raises(RuntimeError, match="injected"):
         decoder.decode(plan_for(decoder, z, chunk=1), z.numpy(), "float32", denormalize=False, pixels=FLOAT)

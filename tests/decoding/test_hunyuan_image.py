@@ -11,7 +11,7 @@ from decode_service.decoding.families.hunyuan_image import HunyuanImageFamily, w
 from decode_service.errors import ConfigError
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
-from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
+from tests.decoding.family_checks import check_exact_modes, check_tiles, check_tiles_of_uneven_strides, decoded
 from tests.decoding.harness import latents_of
 from tests.decoding.tiny_models import hunyuan_image
 
@@ -37,17 +37,7 @@ def test_tiles_give_the_tiled_pixels_of_diffusers() -> None:
 
 
 def test_a_sample_size_that_is_no_whole_number_of_strides_still_gives_the_whole_picture() -> None:
-    """As in AutoencoderKLFlux2: 9 cells of 4 px, whose quarter is 2.25 cells but 9 px."""
-    vae, latents = hunyuan_image(sample_size=36), latents_of((1, 8, 11, 13))
-    own_overlap = vae.tile_overlap_factor
-    vae.enable_tiling()
-    assert vae.decode(latents).sample.shape[-2:] != (44, 52), "diffusers got it right: compare with it instead"
-    vae.tile_overlap_factor = 1 / 3  # the same stride of 6 cells, and 24 px
-    expected = vae.decode(latents).sample
-    vae.tile_overlap_factor = own_overlap
-    vae.disable_tiling()
-    assert expected.shape[-2:] == (44, 52)
-    check_tiles(vae, latents, expected)
+    check_tiles_of_uneven_strides(hunyuan_image(sample_size=36), latents_of((1, 8, 11, 13)))
 
 
 def test_normalized_latents_are_divided_by_the_scaling_factor() -> None:

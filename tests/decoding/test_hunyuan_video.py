@@ -16,12 +16,12 @@ from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
 from decode_service.planning.temporal import FadedFrames
 from tests.decoding.family_checks import (
-    LargestTensor,
     check_compiles_whole,
     check_exact_modes,
     check_half_precision,
     check_tiles,
     decoded,
+    largest_operand,
     reference,
 )
 from tests.decoding.harness import latents_of
@@ -92,13 +92,11 @@ def test_no_mask_is_made_and_no_operand_is_larger_than_planned(frames: int) -> N
     vae = tiny(block_out_channels=(4, 4, 4, 8))
     latents = latents_of((1, 4, frames, 18, 16))
     family = HunyuanVideoFamily(vae, "tiny")
-    with torch.inference_mode(), LargestTensor() as largest:
-        list(family.decode(latents, 1))
-    spec = family.spec
+    spec, largest = family.spec, largest_operand(family, latents, 1)
     planned = (spec.operand_per_pixel_first + (frames - 1) * spec.operand_per_pixel) * 144 * 128
     # A padded operand has two rows and columns more, which planning leaves out.
-    assert planned <= largest.elements <= planned * 1.05
-    assert largest.elements < (frames * 18 * 16) ** 2 or frames < 5
+    assert planned <= largest <= planned * 1.05
+    assert largest < (frames * 18 * 16) ** 2 or frames < 5
 
 
 def test_a_long_clip_needs_no_more_than_its_parts() -> None:

@@ -9,7 +9,7 @@ import torch
 from decode_service.decoding.families.kvae import KVAEFamily
 from decode_service.planning.planner import Policy, make_plan
 from decode_service.planning.spec import StrideTiles
-from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
+from tests.decoding.family_checks import check_exact_modes, check_tiles, check_tiles_of_uneven_strides, decoded
 from tests.decoding.harness import latents_of
 from tests.decoding.tiny_models import kvae as model
 
@@ -39,18 +39,7 @@ def test_tiles_give_the_tiled_picture_of_diffusers() -> None:
 
 
 def test_a_sample_size_that_is_no_whole_number_of_strides_still_gives_the_whole_picture() -> None:
-    """Of 9 cells a quarter is 2.25 cells but 9 px: diffusers steps by 6 cells, keeps 27 px of each and repeats rows."""
-    vae, latents = model(sample_size=36), latents_of((1, 4, 19, 23))
-    own_overlap = vae.tile_overlap_factor
-    vae.enable_tiling()
-    with torch.inference_mode():
-        assert vae.decode(latents).sample.shape[-2:] != (76, 92), "diffusers got it right: compare with it instead"
-        vae.tile_overlap_factor = 1 / 3  # the same 6 cells, and 24 px
-        expected = vae.decode(latents).sample
-    vae.tile_overlap_factor = own_overlap
-    vae.disable_tiling()
-    assert expected.shape[-2:] == (76, 92)
-    check_tiles(vae, latents, expected)
+    check_tiles_of_uneven_strides(model(sample_size=36), latents_of((1, 4, 19, 23)))
 
 
 def test_a_sample_size_of_two_numbers_is_tiled_by_its_first() -> None:

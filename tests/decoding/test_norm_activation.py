@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanRMS_norm
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from decode_service.decoding import norm_activation, sharded_compilation
 from decode_service.decoding.communicator import ThreadCommunicator
 from decode_service.decoding.families import FAMILIES
-from decode_service.decoding.rewrites import apply, normalization
+from decode_service.decoding.rewrites import Activation, apply, normalization
 from decode_service.decoding.rewrites.layout import layout_sites
 from decode_service.decoding.rewrites.structure import DecoderStructure
 from decode_service.decoding.sharding import ShardedFrame
@@ -61,8 +63,10 @@ def told_by(program: str, **environment: str) -> dict[str, Any]:
 
 @NEEDS_TRITON
 def test_the_kernels_compile_for_devices(tmp_path: Path) -> None:
-    sizes = told_by("compiled_kernels", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert len(sizes) == 4 and all(size > 1000 for size in sizes.values())
+    told = told_by("compiled_kernels", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert len(told) == 4 and all(each["bytes"] > 1000 for each in told.values())
+    # One is read, one is written.
+    assert all(each["offsets"] == ["i64", "i64"] for each in told.values()), told
 
 
 @NEEDS_TRITON
@@ -161,7 +165,7 @@ def test_every_norm_that_is_fused_is_followed_by_its_activation(fused: dict[str,
 def test_a_norm_in_another_layout_or_dtype_is_followed_by_the_silu_as_ever(fused: dict[str, int]) -> None:
     block = nn.Module()
     block.norm1, block.nonlinearity = nn.GroupNorm(2, 6), nn.SiLU()
-    structure = DecoderStructure(channels_last=True, activations=(normalization_activation(),))
+    structure = DecoderStructure(channels_last=True, activations=(Activation(nn.Module, "nonlinearity"),))
     (site,) = normalization.fused_sites(block, structure)
     x = torch.randn(2, 6, 3, 4)
     expected = nn.functional.silu(block.norm1(x))
@@ -184,10 +188,40 @@ def test_a_norm_in_another_layout_or_dtype_is_followed_by_the_silu_as_ever(fused
     assert type(block.norm1) is nn.GroupNorm and type(block.nonlinearity) is nn.SiLU
 
 
-def normalization_activation() -> Any:
-    from decode_service.decoding.rewrites import Activation
+def test_what_is_more_than_a_norm_and_its_silu_is_left_alone() -> None:
+    def fused_norms(channels_last: bool = True, **attributes: Any) -> list[int]:
+        block = nn.Module()
+        block.norm1, block.norm2, block.nonlinearity = WanRMS_norm(8, images=False), nn.GroupNorm(2, 8), nn.SiLU()
+        for name, value in attributes.items():
+            setattr(block, name, value)
+        structure = DecoderStructure(
+            rms_norms=(WanRMS_norm,), activations=(Activation(nn.Module, "nonlinearity"),), channels_last=channels_last
+        )
+        return [len(site._norms) for site in normalization.fused_sites(block.bfloat16(), structure)]  # type: ignore[attr-defined]
 
-    return Activation(nn.Module, "nonlinearity")
+    assert fused_norms() == [2]
+    assert fused_norms(norm1=WanRMS_norm(8, images=False, bias=True)) == [1]
+    assert fused_norms(norm1=WanRMS_norm(8, images=False, channel_first=False)) == [1]
+    assert fused_norms(norm2=nn.GroupNorm(2, 8, affine=False)) == [1]
+    # Its second norm is scaled and shifted before it is activated.
+    assert fused_norms(time_embedding_norm="scale_shift") == []
+    assert fused_norms(nonlinearity=nn.ReLU()) == []
+    assert fused_norms(channels_last=False) == []
+
+
+def test_who_stands_around_a_decoder_sees_norm_and_silu_as_one_function() -> None:
+    seen: list[Any] = []
+
+    class Around(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, factors = torch.randn(1, 4, 3, 3).contiguous(memory_format=torch.channels_last), torch.ones(4)
+    with Around():
+        norm_activation.rms_norm_silu(x, 2.0, factors)
+        norm_activation.group_norm_silu(x, 2, factors, factors, 1e-6)
+    assert seen == [norm_activation.rms_norm_silu, norm_activation.group_norm_silu]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,13 +14,15 @@ import torch
 
 from benchmarks.memory import peak_memory
 from decode_service.decoding.communicator import Communicator
+from decode_service.decoding.families import FAMILIES
 from decode_service.decoding.loading import ModelSource, load_family
-from decode_service.decoding.rank import PeerFailedError, RankDecoder, RankOutOfMemoryError, RankPart
+from decode_service.decoding.rank import PeerFailedError, RankDecoder, RankOutOfMemoryError, RankPart, _cast_up
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import Policy, make_plan
 from tests.decoding.conftest import Zoo
 from tests.decoding.harness import FLOAT, latents_of
 from tests.decoding.threads import on_ranks
+from tests.decoding.tiny_models import TINY
 
 CPU = torch.device("cpu")
 
@@ -37,6 +41,19 @@ def decode(decoder: RankDecoder, latents: torch.Tensor, pixels: PixelFormat = FL
     return decoder.decode(
         plan_for(decoder, latents), latents.numpy(), "float32", denormalize=False, pixels=pixels, **options
     )
+
+
+def fail_at(decoder: RankDecoder, call: int) -> None:
+    """Let one call of the model's decoder raise, counted from 1."""
+    family, calls = decoder._family, itertools.count(1)
+
+    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(calls) == call:
+            raise RuntimeError("injected")
+        pixels: torch.Tensor = family.vae.decoder(*args, **kwargs)
+        return pixels
+
+    family.call_decoder = failing
 
 
 @pytest.mark.parametrize("name", ["wan21", "wan22", "qwen_image"])
@@ -60,6 +77,25 @@ def test_two_decodes_interleaved_on_one_model_give_what_each_gives_alone(zoo: Zo
         assert torch.equal(torch.cat(mixed, 2), single)
 
 
+@pytest.mark.parametrize("class_name", ["AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLCosmos", "AutoencoderRAE"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_that_was_cast_up_is_the_one_it_was(class_name: str, fails: bool) -> None:
+    vae: Any = TINY[class_name]().bfloat16()
+
+    def state() -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in (*vae.named_parameters(), *vae.named_buffers())}
+
+    before = state()
+    with contextlib.suppress(ValueError), _cast_up(FAMILIES[class_name](vae, "tiny")):
+        assert {tensor.dtype for tensor in state().values() if tensor.is_floating_point()} == {torch.float32}
+        if fails:
+            raise ValueError
+    after = state()
+    assert after.keys() == before.keys()
+    for name, tensor in after.items():
+        assert tensor.dtype == before[name].dtype and torch.equal(tensor, before[name]), name
+
+
 def test_two_threads_on_one_model_give_what_each_gives_alone(zoo: Zoo) -> None:
     family = load_family(ModelSource("tiny", str(zoo.folders["wan21"])), device=CPU)
 
@@ -79,16 +115,7 @@ def test_two_threads_on_one_model_give_what_each_gives_alone(zoo: Zoo) -> None:
 def test_a_failed_decode_leaves_no_tensors_behind(zoo: Zoo) -> None:
     decoder = load(zoo, "wan21")
     family = decoder._family
-    calls = 0
-
-    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise RuntimeError("injected")
-        return family.vae.decoder(*args, **kwargs)
-
-    family.call_decoder = failing
+    fail_at(decoder, 2)
     z = latents_of((1, 4, 3, 4, 4))
     with pytest.raises(RuntimeError, match="injected"):
         decode(decoder, z)

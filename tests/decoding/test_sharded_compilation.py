@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.overrides import TorchFunctionMode
 
 from decode_service.decoding import compilation, sharded_compilation
-from decode_service.decoding.arguments import put_back
-from decode_service.decoding.communicator import Communicator, CommunicatorAborted
+from decode_service.decoding.arguments import copied, put_back
+from decode_service.decoding.communicator import Communicator, CommunicatorAborted, ThreadCommunicator
 from decode_service.decoding.compilation import CompilableDecoder, CompileFailedError
 from decode_service.decoding.families.past import Past
-from decode_service.decoding.sharding import ShardedFrame
+from decode_service.decoding.sharded_compilation import compile_sharded, is_part, sharded_key
+from decode_service.decoding.sharding import Marks, ShardedFrame
 from decode_service.planning import compiled_shapes
 from decode_service.planning.bands import split
 from decode_service.planning.compiled_shapes import BucketMeasurement, CompiledShapes
@@ -92,13 +95,30 @@ class Layers(nn.Module):
 
 
 class Spread(Layers):
-    """Another one, which asks for more than it uses."""
+    """Another one, which asks for more than it uses, first and last."""
 
     def forward(self, x: torch.Tensor, memory: list[Any] | None = None) -> torch.Tensor:
         frame = ShardedFrame.current()
         if frame is not None:
             frame.gather(x, 2)
-        return super().forward(x, memory)
+        x = super().forward(x, memory)
+        if frame is not None:
+            frame.gather(x, 2)
+        return x
+
+
+class Ahead(nn.Module):
+    """Pads what it will convolve in the pass after, so that a band is kept with its neighbour's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: torch.Tensor, memory: list[Any]) -> torch.Tensor:
+        before, memory[0] = memory[0], F.pad(x, (1, 1, 1, 1))
+        output: torch.Tensor = self.conv(memory[0] if before is None else before)
+        return output
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +187,7 @@ def test_the_graph_uses_the_weights_where_they_are_and_keeps_what_nobody_uses(mo
         return output, *counted
 
     parts = on_ranks(RANKS, work)
-    assert [part[1:] for part in parts] == [(3, 3)] * RANKS
+    assert [part[1:] for part in parts] == [(4, 4)] * RANKS
     with torch.inference_mode():
         assert (torch.cat([part[0] for part in parts], 2) - model(x)).abs().max() <= TOLERANCE
 
@@ -180,6 +200,12 @@ def test_what_a_pass_remembers_is_the_same_compiled_and_other_bands_are_other_bu
         band = band_of(x, communicator)
         keys = [warmed(decoder, communicator, x, [before])[1].key for before in (None, band)]
         assert len(set(keys)) == 2
+        # Nothing is measured twice, and nobody has decided yet.
+        decoder.measuring = True
+        with frame_of(communicator):
+            decoder(band, [None])
+        decoder.measuring = False
+        assert decoder.take_measurements() == () and decoder.compiled_calls == 2
         decoder.use(keys)
         memory: list[Any] = [None]
         with frame_of(communicator):
@@ -201,12 +227,112 @@ def test_what_a_pass_remembers_is_the_same_compiled_and_other_bands_are_other_bu
         assert (torch.cat([part[index] for part in parts], 2) - whole).abs().max() <= TOLERANCE
 
 
-def test_what_one_rank_cannot_compile_all_decode_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_frame_knows_of_a_tensor_outlives_the_pass() -> None:
+    model = Ahead().requires_grad_(False)
+    passes = [latents_of((1, 4, CELLS, 6), seed) for seed in range(2)]
+
+    def work(communicator: Communicator) -> list[torch.Tensor]:
+        decoder = CompilableDecoder(model, enabled=True)
+        bands = [band_of(x, communicator) for x in passes]
+        for decoder.measuring in (True, False):
+            memory: list[Any] = [None]
+            with frame_of(communicator):
+                outputs = [decoder(band, memory) for band in bands]
+            if decoder.measuring:
+                measured = decoder.take_measurements()
+                assert len(measured) == 2 and not any(each.problem for each in measured), measured
+                decoder.use([each.key for each in measured])
+        # Those that measured, as requests, and these.
+        assert decoder.compiled_calls == 4
+        return outputs
+
+    parts = on_ranks(RANKS, work)
+    memory: list[Any] = [None]
+    with torch.inference_mode():
+        for index, x in enumerate(passes):
+            whole = torch.cat([part[index] for part in parts], 2)
+            assert (whole - model(x, memory)).abs().max() <= TOLERANCE
+
+
+def test_a_call_is_known_by_all_that_its_code_depends_on() -> None:
+    ranks, x = ThreadCommunicator.create(2), latents_of((1, 4, 2, 2))
+
+    class Around(TorchFunctionMode):
+        pass
+
+    def key(
+        x: torch.Tensor = x,
+        *more: Any,
+        rank: int = 0,
+        axis: str = "height",
+        cells: int = 4,
+        marks: Marks = (0, False, False),
+        around: bool = False,
+        **kwargs: Any,
+    ) -> str | None:
+        with ShardedFrame(ranks[rank], axis, split(cells, 2)) as frame, Around() if around else nullcontext():
+            frame.mark(x, marks)
+            return sharded_key(frame, (x, *more), kwargs)
+
+    found = [
+        key(),
+        key(rank=1),
+        key(axis="width"),
+        key(cells=5),
+        key(marks=(2, False, False)),
+        key(marks=(0, True, False)),
+        key(marks=(0, False, True)),
+        key(around=True),
+        key(x.double()),
+        key(x.transpose(2, 3)),
+        key(x[:, :3]),
+        key(x, 1),
+        key(first=True),
+    ]
+    assert key() == found[0] and len({*found}) == len(found) and all(found)
+    assert key(x, object()) is None
+
+
+def test_one_rank_traces_without_its_peers_and_what_is_kept_is_no_part_of_more() -> None:
+    class Part(Layers):
+        def forward(self, x: torch.Tensor, memory: list[Any] | None = None) -> torch.Tensor:
+            assert memory is not None
+            x = self.conv(x)
+            memory[0] = x[:, :1]
+            return x
+
+    class Beside(Layers):
+        def forward(self, x: torch.Tensor, memory: list[Any] | None = None) -> torch.Tensor:
+            assert memory is not None
+            memory[0] = (x * 2)[:, :1]
+            return x
+
+    meets_neighbours, stays_inside = Part().requires_grad_(False), Beside()
+    band = latents_of((1, 4, 2, 6))
+    with pytest.raises(ValueError, match="on a band"):
+        compile_sharded(stays_inside, (band, [None]), {})
+    with ShardedFrame(ThreadCommunicator.create(2)[0], "height", split(4, 2)) as frame, torch.inference_mode():
+        with pytest.raises(ValueError, match="at least one tensor"):
+            compile_sharded(stays_inside, (), {})
+        # Nobody answers this rank.
+        compile_sharded(meets_neighbours, (band, [None]), {})
+        assert frame.exchanges == 0
+        run, memory = compile_sharded(stays_inside, (band, [None]), {}), [None]
+        assert run(band, memory) is band
+    kept: Any = memory[0]
+    assert torch.equal(kept, band[:, :1] * 2) and not is_part(kept)
+
+
+@pytest.mark.parametrize("how", ["is not compiled", "differs"])
+def test_what_one_rank_cannot_compile_all_decode_eagerly(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Layers().requires_grad_(False), latents_of((1, 4, CELLS, 6))
+    problem = {"is not compiled": "no compiler here", "differs": "differs by"}[how]
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         # Bands of 3 and of 2 rows: this is rank 1.
         if inputs[0].shape[2] == 2:
+            if how == "differs":
+                return doubled(graph)
             raise AssertionError("no compiler here")
         return without_code(graph, inputs)
 
@@ -218,10 +344,43 @@ def test_what_one_rank_cannot_compile_all_decode_eagerly(monkeypatch: pytest.Mon
 
     parts = on_ranks(RANKS, work)
     measured = [part[1] for part in parts]
-    assert measured[0].problem == "" and "no compiler here" in measured[1].problem
+    assert measured[0].problem == "" and problem in measured[1].problem
     assert measured[0].key == measured[1].key and not decided(measured) and not any(part[2] for part in parts)
+    # Nobody has timed what not all can use.
+    assert measured[0].compiled_ms is measured[1].compiled_ms is None
     with torch.inference_mode():
         assert (torch.cat([part[0] for part in parts], 2) - model(x)).abs().max() <= TOLERANCE
+
+
+def test_what_one_rank_cannot_describe_is_measured_by_none() -> None:
+    class Told(Layers):
+        def forward(self, x: torch.Tensor, memory: list[Any] | None = None, word: Any = None) -> torch.Tensor:
+            return super().forward(x, memory)
+
+    model, x = Told().requires_grad_(False), latents_of((1, 4, CELLS, 6))
+
+    def work(communicator: Communicator) -> torch.Tensor:
+        decoder = CompilableDecoder(model, enabled=True)
+        decoder.measuring = True
+        band = band_of(x, communicator)
+        with frame_of(communicator):
+            output: torch.Tensor = decoder(band, None, object() if communicator.rank else None)
+        assert decoder.take_measurements() == () and decoder.compiled_calls == 0
+        return output
+
+    parts = on_ranks(RANKS, work)
+    with torch.inference_mode():
+        assert (torch.cat(parts, 2) - model(x)).abs().max() <= TOLERANCE
+
+
+def doubled(graph: torch.fx.GraphModule, inputs: Any = None) -> Callable[..., Any]:
+    """Code that is wrong."""
+
+    def call(*args: torch.Tensor) -> Any:
+        token, *rest = graph(*args)
+        return token, *(x * 2 for x in rest)
+
+    return call
 
 
 def test_compiled_code_with_other_exchanges_or_pixels_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,13 +393,6 @@ def test_compiled_code_with_other_exchanges_or_pixels_is_never_used(monkeypatch:
 
         return call
 
-    def doubled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        def call(*args: torch.Tensor) -> Any:
-            token, pixels = graph(*args)
-            return token, pixels * 2
-
-        return call
-
     for compile_graph, problem in ((twice, "other messages"), (doubled, "differs")):
         monkeypatch.setattr(sharded_compilation, "compile_graph", compile_graph)
 
@@ -250,7 +402,8 @@ def test_compiled_code_with_other_exchanges_or_pixels_is_never_used(monkeypatch:
         assert all(problem in found for found in on_ranks(RANKS, work))
 
 
-def test_a_rank_that_fails_names_the_bucket_and_its_peers_are_not_to_blame() -> None:
+@pytest.mark.parametrize("error", [AssertionError("a guard broke"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_rank_that_fails_names_the_bucket_and_its_peers_are_not_to_blame(error: Exception) -> None:
     model, x = Layers().requires_grad_(False), latents_of((1, 4, CELLS, 6))
 
     def work(communicator: Communicator) -> tuple[CompilableDecoder, str]:
@@ -262,7 +415,7 @@ def test_a_rank_that_fails_names_the_bucket_and_its_peers_are_not_to_blame() -> 
     ranks = on_ranks(RANKS, work)
 
     def broken(*args: Any) -> Any:
-        raise AssertionError("a guard broke")
+        raise error
 
     ranks[1][0]._compiled[ranks[1][1]] = broken
     errors: dict[int, Exception] = {}
@@ -272,12 +425,15 @@ def test_a_rank_that_fails_names_the_bucket_and_its_peers_are_not_to_blame() -> 
         try:
             with frame_of(communicator):
                 ranks[communicator.rank][0](band)
-        except Exception as error:  # noqa: BLE001 - looked at below
-            errors[communicator.rank] = error
+        except Exception as raised:  # noqa: BLE001 - looked at below
+            errors[communicator.rank] = raised
             communicator.abort()
 
     on_ranks(RANKS, fail)
-    assert isinstance(errors[1], CompileFailedError) and errors[1].bucket == ranks[1][1] == ranks[0][1]
+    if isinstance(error, AssertionError):
+        assert isinstance(errors[1], CompileFailedError) and errors[1].bucket == ranks[1][1] == ranks[0][1]
+    else:
+        assert errors[1] is error, "lack of memory is no reason to give a bucket up"
     assert isinstance(errors[0], CommunicatorAborted)
 
 
@@ -293,12 +449,13 @@ def test_all_ranks_must_have_measured_a_call_on_bands() -> None:
 def test_what_a_call_leaves_goes_into_the_containers_of_its_caller() -> None:
     inner: list[Any] = [1]
     past = Past()
-    memory = {"list": inner, "gone": 0, "past": past}
-    left = Past()
+    memory = {"list": inner, "gone": 0, "past": past, "kind": [1]}
+    left = copied(past)
     left.lengthen(torch.ones(1, 1, 2), 1)
-    result = put_back((memory, 3), ({"list": [2, 3], "new": (4,), "past": left}, 5))
-    assert result == (memory, 5) and list(memory) == ["list", "new", "past"]
-    assert memory["list"] is inner and inner == [2, 3]
+    assert not past._seen and past._next == 0, "a copy is one of its own"
+    result = put_back((memory, 3), ({"list": [2, 3], "new": (4,), "past": left, "kind": (1, 2)}, 5))
+    assert result == (memory, 5) and list(memory) == ["list", "new", "past", "kind"]
+    assert memory["list"] is inner and inner == [2, 3] and memory["kind"] == (1, 2)
     assert memory["past"] is past and len(past._seen) == 1 and past._next == 1
 
 

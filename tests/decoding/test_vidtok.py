@@ -15,13 +15,14 @@ from decode_service.planning.planner import Policy, make_plan, validate_denormal
 from decode_service.planning.spec import StrideTiles
 from decode_service.planning.temporal import CausalFrames, GroupedFrames
 from tests.decoding.family_checks import (
-    LargestTensor,
+    check_causal_ratios,
     check_compiles_whole,
     check_exact_modes,
     check_half_precision,
     check_interleaved,
     check_tiles,
     decoded,
+    largest_operand,
 )
 from tests.decoding.harness import latents_of
 from tests.decoding.tiled_reference import tiled
@@ -70,12 +71,7 @@ def test_any_chunk_gives_the_same_video(chunk: int) -> None:
 )
 def test_ratios_are_those_of_the_structure(config: dict[str, Any], ratios: tuple[int, int]) -> None:
     vae, latents = model(**config), latents_of((1, 4, 3, 4, 5))
-    spec = VidTokFamily(vae, "tiny").spec
-    expected = reference(vae, latents)
-    frames, height, width = spec.output_extents(tuple(latents.shape))
-    assert expected.shape == (1, 3, frames, height, width)
-    assert (spec.spatial_ratio, spec.frame_rule) == (ratios[0], CausalFrames(ratios[1]))
-    check_exact_modes(vae, latents, expected, ranks=(3,))
+    check_causal_ratios(vae, latents, reference(vae, latents), *ratios)
 
 
 def test_an_encoder_and_a_decoder_that_do_not_belong_together_are_refused() -> None:
@@ -179,12 +175,11 @@ def test_half_precision_is_no_further_off_than_diffusers(causal: bool) -> None:
 def test_no_operand_is_larger_than_planned(causal: bool, frames: int, chunk: int) -> None:
     vae, latents = model(is_causal=causal), latents_of((1, 4, frames, 6, 5))
     family = VidTokFamily(vae, "tiny")
-    with torch.inference_mode(), LargestTensor() as largest:
-        list(family.decode(latents, chunk))
+    largest = largest_operand(family, latents, chunk)
     first, later = family.spec.operand_per_pixel_first, family.spec.operand_per_pixel
     planned = max(first, later * min(chunk, frames - 1)) if causal else first + later * (frames - 1)
     # A padded operand has two rows and columns more, which planning leaves out.
-    assert 0.4 * planned * 48 * 40 <= largest.elements <= 1.1 * planned * 48 * 40
+    assert 0.4 * planned * 48 * 40 <= largest <= 1.1 * planned * 48 * 40
 
 
 def test_the_decoder_compiles_whole() -> None:

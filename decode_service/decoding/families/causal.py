@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from decode_service.decoding.families.base import Family
-from decode_service.decoding.families.passes import PassesFamily
+from decode_service.decoding.families.passes import CausalPassesFamily
 from decode_service.decoding.rewrites import SpatialPadding
 from decode_service.decoding.tiling import stitch
 from decode_service.planning.plan import DecodePlan
-from decode_service.planning.temporal import CausalFrames
 
 # B batch, C channels, T latent frames, F pixel frames, H height, W width.
 
@@ -36,18 +35,26 @@ class MeanStdFamily(Family):
         return latents_BCTHW / reciprocal + mean
 
 
-class CausalFamily(MeanStdFamily, PassesFamily):
+class TimesStdFamily(MeanStdFamily):
+    """Those whose pipelines multiply by the deviation."""
+
+    def denormalization(self) -> str:
+        return "latents * latents_std + latents_mean, per channel"
+
+    def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
+        shape = (1, self.spec.latent_channels, 1, 1, 1)
+        device, dtype = latents_BCTHW.device, latents_BCTHW.dtype
+        mean = torch.tensor(self.config["latents_mean"]).view(shape).to(device, dtype)
+        std = torch.tensor(self.config["latents_std"]).view(shape).to(device, dtype)
+        return latents_BCTHW * std + mean
+
+
+class CausalFamily(MeanStdFamily, CausalPassesFamily):
     """Causal video decoders with a feature cache: Wan and Qwen-Image.
 
     diffusers keeps the cache on the model, so that two decodes at once destroy each other; its decoder takes the cache as
     an argument, though, and here every decode brings its own.
     """
-
-    @property
-    def frame_rule(self) -> CausalFrames:
-        rule = self.spec.frame_rule
-        assert isinstance(rule, CausalFrames)
-        return rule
 
     @property
     def patch_size(self) -> int:

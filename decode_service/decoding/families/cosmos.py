@@ -12,7 +12,7 @@ from torch import nn
 
 from decode_service.decoding.attention import attention_over_time
 from decode_service.decoding.families.base import stride_tiles
-from decode_service.decoding.families.passes import PassesFamily
+from decode_service.decoding.families.passes import CausalPassesFamily
 from decode_service.decoding.families.past import Past
 from decode_service.planning.spec import ModelSpec, StrideTiles
 from decode_service.planning.temporal import CausalFrames
@@ -24,7 +24,7 @@ SIGMA_DATA = 0.5
 """Deviation to which the Cosmos 1.0 denoisers were trained to bring latents: ``sigma_data`` of their EDMEulerScheduler."""
 
 
-class CosmosFamily(PassesFamily):
+class CosmosFamily(CausalPassesFamily):
     """``AutoencoderKLCosmos``.
 
     Everything in its decoder looks back in time only: convolutions, temporal attention, and norms and spatial attention
@@ -43,12 +43,6 @@ class CosmosFamily(PassesFamily):
     def __init__(self, vae: nn.Module, name: str, tiles: StrideTiles | None = None) -> None:
         super().__init__(vae, name, tiles)
         self.call_decoder = self._run_decoder
-
-    @property
-    def frame_rule(self) -> CausalFrames:
-        rule = self.spec.frame_rule
-        assert isinstance(rule, CausalFrames)
-        return rule
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config, vae, patch = self.config, self.vae, self.config["patch_size"]

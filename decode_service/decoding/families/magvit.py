@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from decode_service.decoding.families.base import stride_tiles
-from decode_service.decoding.families.passes import PassesFamily
+from decode_service.decoding.families.passes import CausalPassesFamily
 from decode_service.decoding.families.wan import causal_operands
 from decode_service.planning.spec import ModelSpec, StrideTiles
 from decode_service.planning.temporal import CausalFrames
 
 
-class MagvitFamily(PassesFamily):
+class MagvitFamily(CausalPassesFamily):
     """``AutoencoderKLMagvit``.
 
     Every convolution and every upsampling remembers what it saw in an attribute, so that two decodes at once destroy each
@@ -26,12 +26,6 @@ class MagvitFamily(PassesFamily):
     class_names = ("AutoencoderKLMagvit",)
     serves = "EasyAnimate"
     compiles = False
-
-    @property
-    def frame_rule(self) -> CausalFrames:
-        rule = self.spec.frame_rule
-        assert isinstance(rule, CausalFrames)
-        return rule
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config, vae = self.config, self.vae

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from decode_service.decoding.families.causal import MeanStdFamily
+from decode_service.decoding.families.causal import TimesStdFamily
 from decode_service.decoding.tiling import cross_fade, stitch
 from decode_service.errors import ConfigError
 from decode_service.planning.plan import DecodePlan
@@ -25,7 +25,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
-class MiniMaxH3Family(MeanStdFamily):
+class MiniMaxH3Family(TimesStdFamily):
     """``AutoencoderKLMiniMaxH3``. Tile parts are its temporal clips."""
 
     class_names = ("AutoencoderKLMiniMaxH3",)
@@ -67,16 +67,6 @@ class MiniMaxH3Family(MeanStdFamily):
             chunked=False,
             operand_per_pixel_first=operand,
         )
-
-    def denormalization(self) -> str:
-        return "latents * latents_std + latents_mean, per channel"
-
-    def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
-        shape = (1, self.spec.latent_channels, 1, 1, 1)
-        device, dtype = latents_BCTHW.device, latents_BCTHW.dtype
-        mean = torch.tensor(self.config["latents_mean"]).view(shape).to(device, dtype)
-        std = torch.tensor(self.config["latents_std"]).view(shape).to(device, dtype)
-        return latents_BCTHW * std + mean
 
     def decode(self, latents_BCTHW: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
         raise NotImplementedError("MiniMax-H3 is decoded by tiles only")

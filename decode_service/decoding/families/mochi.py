@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from decode_service.decoding.families.base import stride_tiles
-from decode_service.decoding.families.passes import PassesFamily
+from decode_service.decoding.families.passes import CausalPassesFamily
 from decode_service.planning.spec import ModelSpec, StrideTiles
 from decode_service.planning.temporal import CausalFrames
 
 # B batch, C channels, T latent frames, F pixel frames, H height, W width.
 
 
-class MochiFamily(PassesFamily):
+class MochiFamily(CausalPassesFamily):
     """``AutoencoderKLMochi``.
 
     Its convolutions are causal and its GroupNorm takes statistics frame by frame, so the video could be decoded a few
@@ -31,12 +31,6 @@ class MochiFamily(PassesFamily):
     class_names = ("AutoencoderKLMochi",)
     serves = "Mochi"
     compiles = False
-
-    @property
-    def frame_rule(self) -> CausalFrames:
-        rule = self.spec.frame_rule
-        assert isinstance(rule, CausalFrames)
-        return rule
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:
         config, ratio = self.config, self.vae.spatial_compression_ratio

@@ -1,4 +1,4 @@
-"""The base of families whose decoder takes consecutive latent frames, pass by pass."""
+"""The bases of families whose decoder takes consecutive latent frames, pass by pass."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.tiling import stitch
 from decode_service.planning.plan import DecodePlan
+from decode_service.planning.temporal import CausalFrames
 from decode_service.planning.tiles import TileSpan
 
 # B batch, C channels, T latent frames, F pixel frames, H height, W width.
@@ -56,3 +57,13 @@ class PassesFamily(Family):
     def merge_tiles(self, plan: DecodePlan, tiles: list[torch.Tensor]) -> torch.Tensor:
         assert plan.tiles is not None
         return stitch(tiles, plan.tiles)
+
+
+class CausalPassesFamily(PassesFamily):
+    """Those whose first latent frame gives one frame, and every later one the same number."""
+
+    @property
+    def frame_rule(self) -> CausalFrames:
+        rule = self.spec.frame_rule
+        assert isinstance(rule, CausalFrames)
+        return rule

@@ -8,13 +8,13 @@ import torch
 from diffusers.models.autoencoders import autoencoder_kl_qwenimage21 as qwen
 
 from decode_service.decoding.families.base import stride_tiles
-from decode_service.decoding.families.causal import CausalFamily, zero_padded
+from decode_service.decoding.families.causal import CausalFamily, TimesStdFamily, zero_padded
 from decode_service.decoding.rewrites import Activation, CausalConvolution, DecoderStructure
 from decode_service.planning.spec import ModelSpec, Packing, StrideTiles
 from decode_service.planning.temporal import CausalFrames, SingleFrame
 
 
-class QwenImage21Family(CausalFamily):
+class QwenImage21Family(TimesStdFamily, CausalFamily):
     """``AutoencoderKLQwenImage21``: 16x, 64 channels, pictures with an alpha channel.
 
     Its causal convolutions are two-dimensional ones, the last temporal slice of Wan's, and refuse a feature cache: a
@@ -64,17 +64,6 @@ class QwenImage21Family(CausalFamily):
     def frame_rule(self) -> CausalFrames:
         """The causal rule for the one frame that there is."""
         return CausalFrames(1)
-
-    def denormalization(self) -> str:
-        return "latents * latents_std + latents_mean, per channel"
-
-    def denormalize(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
-        """By the rule of the QwenImage21 pipeline, which multiplies by the deviation where that of Qwen-Image divides."""
-        shape = (1, self.spec.latent_channels, 1, 1, 1)
-        device, dtype = latents_BCTHW.device, latents_BCTHW.dtype
-        mean = torch.tensor(self.config["latents_mean"]).view(shape).to(device, dtype)
-        std = torch.tensor(self.config["latents_std"]).view(shape).to(device, dtype)
-        return latents_BCTHW * std + mean
 
     def passes(self, latents_BCTHW: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
         x_BCTHW = self.vae.post_quant_conv(latents_BCTHW)
