@@ -73,4 +73,4 @@ def _is_slow(x_BCTHW: torch.Tensor, weight_OCTHW: torch.Tensor) -> bool:
     batch, channels, frames, height, width = x_BCTHW.shape
     slow = batch == 1 and channels * frames * height <= _SLOW_UP_TO
     worth_it = channels * frames * height * width > _TINY and weight_OCTHW.shape[-1] > 1
-    return slow and worth_it and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return slow and worth_it and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)

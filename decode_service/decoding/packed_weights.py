@@ -34,15 +34,18 @@ class _Entry:
     def packed(self, weight: torch.Tensor, shape: Sequence[int], how: tuple[Any, ...]) -> torch.Tensor | None:
         """``weight`` in the order that the kernel for an operand of this shape reads; None for one order too many."""
         key = (tuple(shape), str(how))
-        if key not in self._by_shape:
-            if len(self._by_shape) >= _MOST_SHAPES:
-                self._by_shape.clear()
-            packed = torch.ops.mkldnn._reorder_convolution_weight(weight.detach(), *how, list(shape))
-            order = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
-            if order not in self._orders and len(self._orders) < MOST_ORDERS:
-                self._orders[order] = packed
-            self._by_shape[key] = self._orders.get(order)
-        return self._by_shape[key]
+        try:
+            return self._by_shape[key]
+        except KeyError:
+            pass
+        packed = torch.ops.mkldnn._reorder_convolution_weight(weight.detach(), *how, list(shape))
+        order = _order(packed)
+        if order not in self._orders and len(self._orders) < MOST_ORDERS:
+            self._orders[order] = packed
+        if len(self._by_shape) >= _MOST_SHAPES:
+            self._by_shape.clear()
+        kept = self._by_shape[key] = self._orders.get(order)
+        return kept
 
 
 # By the weight itself, so that copies of a model, its casts and its shadows without data have none.
@@ -91,7 +94,7 @@ def packed_convolution(
 ) -> torch.Tensor | None:
     """The convolution of ``x``, 4-D or 5-D, if ``weight`` is one of those kept; otherwise None, for torch to do it.
 
-    The kernel is the one that torch takes for this layout of ``x``, so the result is the same to the bit.
+    The kernel is the one that oneDNN has for this layout of ``x``, so the result is the same to the bit as with its own order.
     """
     entry: _Entry | None = _entries.get(weight)
     # A model that is cast up for one decode has other numbers in the same weights meanwhile.
@@ -113,5 +116,15 @@ def packed_convolution(
     return output
 
 
-def _place(weight: torch.Tensor) -> tuple[int, torch.dtype]:
-    return weight.data_ptr(), weight.dtype
+def _order(packed: torch.Tensor) -> bytes:
+    """oneDNN's description of how ``packed`` lies in memory: equal for equal orders."""
+    description = bytearray(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
+    # Its number of dimensions (4 bytes, 4 more for alignment), 12 extents of 8 and the dtype (4) are followed by 4 bytes that nobody
+    # sets. Were they others, orders would be told apart wrongly, which costs memory or time and no exactness.
+    description[108:112] = bytes(4)
+    return bytes(description)
+
+
+def _place(weight: torch.Tensor) -> tuple[int, torch.dtype, int]:
+    """Where ``weight`` is in memory, what it is there, and how often it was written to (inference tensors do not count)."""
+    return weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version

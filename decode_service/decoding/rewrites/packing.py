@@ -67,11 +67,11 @@ class _PackingSite(Site):
 def packing_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[Site]:
     last = structure.keeps_channels_last(next(decoder.parameters()).dtype)
     for module in decoder.modules():
-        plain = (
-            isinstance(module, (nn.Conv2d, nn.Conv3d)) and module.groups == 1 and not isinstance(module.padding, str)
-        )
-        if plain and module.padding_mode == "zeros" and can_be_packed(module.weight):
-            yield _PackingSite(module.weight, module, channels_last=last)
-    for weight in prepared_weights(decoder):
-        if can_be_packed(weight):
-            yield _PackingSite(weight, None, channels_last=last)
+        if not isinstance(module, (nn.Conv2d, nn.Conv3d)) or isinstance(module.padding, str):
+            continue
+        weight = module.get_parameter("weight")
+        if module.groups == 1 and module.padding_mode == "zeros" and can_be_packed(weight):
+            yield _PackingSite(weight, module, channels_last=last)
+    for prepared in prepared_weights(decoder):
+        if can_be_packed(prepared):
+            yield _PackingSite(prepared, None, channels_last=last)
