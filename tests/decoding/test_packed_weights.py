@@ -17,7 +17,7 @@ from decode_service.decoding.families import FAMILIES
 from decode_service.decoding.packed_weights import forget_packed, keep_packed, kept_bytes, packed_convolution
 from decode_service.decoding.rewrites import apply_rewrites
 from tests.decoding import models
-from tests.decoding.family_checks import check_exact_modes, reference, rewritten
+from tests.decoding.family_checks import check_exact_modes, reference
 from tests.decoding.harness import latents_of
 
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -121,7 +121,7 @@ def test_decoders_with_packed_weights_are_exact_in_every_mode(
 ) -> None:
     monkeypatch.setattr(packed_weights, "SMALLEST", 1)
     vae = models.tiny(name)
-    packing = apply_rewrites(rewritten(vae, ()), FAMILIES[type(vae).__name__].structure)[-1]
+    packing = apply_rewrites(copy.deepcopy(vae), FAMILIES[type(vae).__name__].structure)[-1]
     assert packing.name == "packed_weights" and packing.active and packing.modules > 5
     latents = latents_of((1, 4, 5, 7) if name == "autoencoder_kl" else (1, 4, 3, 5, 7))
     asked.clear()
