@@ -26,8 +26,9 @@ _MOST_SHAPES = 256
 class _Entry:
     """What is kept of one weight: where it was in memory, and it in the orders of the shapes that it has met."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, channels_last: bool) -> None:
         self.place = _place(weight)
+        self.channels_last = channels_last
         self._orders: dict[bytes, torch.Tensor] = {}
         self._by_shape: dict[Hashable, torch.Tensor | None] = {}
 
@@ -63,9 +64,14 @@ def can_be_packed(weight: torch.Tensor) -> bool:
     )
 
 
-def keep_packed(weight: torch.Tensor) -> None:
-    """From now on convolutions with ``weight`` keep it in their own order, too: as much memory again, at times twice as much."""
-    _entries[weight] = _Entry(weight)
+def keep_packed(weight: torch.Tensor, *, channels_last: bool) -> None:
+    """From now on convolutions with ``weight`` keep it in their own order, too: as much memory again, at times twice as much.
+
+    Args:
+        channels_last: the layout of their operands; others are left to torch. Half precision has its own, and float32 must not
+            slip into it, whose kernels round worse: the layout of an output is that of most operations after it.
+    """
+    _entries[weight] = _Entry(weight, channels_last)
 
 
 def forget_packed(weight: torch.Tensor) -> None:
@@ -101,15 +107,14 @@ def packed_convolution(
     if entry is None or groups != 1 or x.dtype != weight.dtype or entry.place != _place(weight):
         return None
     last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-    channels_last = not x.is_contiguous() and x.is_contiguous(memory_format=last)
-    if not channels_last and not x.is_contiguous():
+    if not x.is_contiguous(memory_format=last if entry.channels_last else torch.contiguous_format):
         return None
     how = (list(padding), list(stride), list(dilation), groups)
     packed = entry.packed(weight, x.shape, how)
     if packed is None:
         return None
     output: torch.Tensor
-    if channels_last:
+    if entry.channels_last:
         output = torch.ops.mkldnn._convolution_pointwise(x, packed, bias_O, *how, "none", [], "")
     else:
         output = torch.mkldnn_convolution(x, packed, bias_O, *how)

@@ -53,7 +53,7 @@ def test_every_shape_gets_the_bits_of_the_kernel(
     bias = latents_of((64,)).to(dtype)
     ones = [1] * (dims - 2)
     own, ours = (F.conv2d, dense_conv2d) if dims == 4 else (F.conv3d, dense_conv3d)
-    keep_packed(weight)
+    keep_packed(weight, channels_last=channels_last)
     for extents in ((16, 16), (16, 10), (7, 5), (64, 64), (16, 16)):
         for padding in (ones, [0, *ones[1:]], [*ones[:-1], 0]):
             x = latents_of((1, 64, *[3] * (dims - 4), *extents)).to(dtype)
@@ -73,7 +73,7 @@ def test_no_more_orders_are_kept_than_agreed_and_the_rest_is_right(
 ) -> None:
     monkeypatch.setattr(packed_weights, "MOST_ORDERS", 0)
     weight = weight_of(4, torch.float32, channels_last=False)
-    keep_packed(weight)
+    keep_packed(weight, channels_last=False)
     x = latents_of((1, 64, 9, 9))
     for _ in range(2):
         assert torch.equal(dense_conv2d(x, weight, None, [1, 1], [1, 1], [1, 1], 1), F.conv2d(x, weight, padding=1))
@@ -82,7 +82,7 @@ def test_no_more_orders_are_kept_than_agreed_and_the_rest_is_right(
 
 def test_what_is_kept_belongs_to_one_weight_as_it_was(asked: list[bool]) -> None:
     conv = nn.Conv2d(64, 64, 3, padding=1).requires_grad_(False)
-    keep_packed(conv.weight)
+    keep_packed(conv.weight, channels_last=False)
     x = latents_of((1, 64, 8, 8))
 
     def convolved(module: nn.Conv2d, x: torch.Tensor) -> bool:
@@ -103,11 +103,21 @@ def test_what_is_kept_belongs_to_one_weight_as_it_was(asked: list[bool]) -> None
     assert kept_bytes(conv.parameters()) == 0
 
 
+def test_float32_does_not_slip_into_another_layout(asked: list[bool]) -> None:
+    """As what an attention returns: a picture of tokens, which a 1x1 convolution brings back to the layout of the rest."""
+    weight = latents_of((64, 64, 1, 1))
+    tokens = latents_of((1, 16 * 16, 64)).transpose(1, 2).unflatten(2, (16, 16))
+    expected = F.conv2d(tokens, weight)
+    keep_packed(weight, channels_last=False)
+    output = dense_conv2d(tokens, weight, None, [1, 1], [0, 0], [1, 1], 1)
+    assert output.is_contiguous() and torch.equal(output, expected) and asked == [False]
+
+
 def test_a_model_that_goes_takes_what_was_kept_with_it() -> None:
     gc.collect()
     before = len(packed_weights._entries)
     conv = nn.Conv2d(64, 64, 3)
-    keep_packed(conv.weight)
+    keep_packed(conv.weight, channels_last=False)
     assert kept_bytes(conv.parameters()) == conv.weight.numel() * 4
     assert len(packed_weights._entries) == before + 1
     del conv

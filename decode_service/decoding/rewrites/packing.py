@@ -41,7 +41,7 @@ class _PackingSite(Site):
         self._module = None if module is None else ClassSite(module, DenseConvolution, [])
 
     def install(self) -> None:
-        keep_packed(self._weight)
+        keep_packed(self._weight, channels_last=self._channels_last)
         if self._module is not None:
             self._module.install()
 
@@ -60,7 +60,7 @@ class _PackingSite(Site):
         output = convolve(x, self._weight, None, ones, ones, ones, 1)
         if is_kept(self._weight):
             # From anew: the first real operand may want another order than this small one.
-            keep_packed(self._weight)
+            keep_packed(self._weight, channels_last=self._channels_last)
         return [output]
 
 
