@@ -28,13 +28,16 @@ def pixel_rms_norm(x: torch.Tensor, scale: float, gamma_C: torch.Tensor) -> torc
         gamma_C: the learnt factor of every channel.
 
     Returns:
-        A new tensor of the shape and dtype of ``x``, in memory channels last, or as a contiguous ``x`` in float32. Nothing else
-        holds it, so that an activation may write over it.
+        A new tensor of the shape and dtype of ``x``, in memory channels last, or contiguous in float32 unless ``x`` is channels last.
+        Nothing else holds it, so that an activation may write over it.
     """
     if torch.overrides.has_torch_function((x,)):
         return torch.overrides.handle_torch_function(pixel_rms_norm, (x,), x, scale, gamma_C)
-    if x.dtype == torch.float32 and x.is_contiguous():
-        # float32 decoders keep that layout. Its norm over channels, a kernel for any exponent, takes three times as long as
+    last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    if x.dtype == torch.float32 and (x.is_contiguous() or not x.is_contiguous(memory_format=last)):
+        # float32 decoders keep that layout, whose convolutions round better; what upsampling in time has turned comes back to it.
+        x = x.contiguous()
+        # Its norm over channels, a kernel for any exponent, takes three times as long as
         # squares and their sum. A factor for each position instead of one for each channel rounds better.
         norms = x.square().sum(1, keepdim=True).sqrt_().clamp_min_(EPSILON)
         return x.div(norms.div_(scale)).mul_(gamma_C.view(-1, *[1] * (x.dim() - 2)))

@@ -792,9 +792,13 @@ class ShardedFrame(TorchFunctionMode):
 
 
 def _memory_format(x: torch.Tensor) -> torch.memory_format:
-    """The layout in memory that ``x`` has, where it is dense; otherwise that of new tensors."""
+    """The layout in memory that ``x`` has, where it is dense; otherwise, and in float32, that of new tensors.
+
+    float32 decoders keep that layout, whose convolutions round better: twice as well on Wan 2.1 as one that a band slips out of
+    behind an attention or an upsampling in time.
+    """
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if channels_last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=channels_last):
+    if channels_last is not None and x.dtype != torch.float32 and not x.is_contiguous() and x.is_contiguous(memory_format=channels_last):
         return channels_last
     return torch.contiguous_format
 
