@@ -24,12 +24,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from decode_service.decoding.attention import QueryBlocks
+from decode_service.decoding.band_exchange import AXIS_DIM
 from decode_service.decoding.communicator import Communicator, Messages
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.packed_weights import kept_bytes
 from decode_service.decoding.pixels import convert
 from decode_service.decoding.rewrites import prepared_tensors
-from decode_service.decoding.sharding import AXIS_DIM, ShardedFrame
+from decode_service.decoding.sharding import ShardedFrame
 from decode_service.planning.bands import split
 from decode_service.planning.memory import Activations, Footprint
 from decode_service.planning.plan import PixelFormat

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import select
@@ -248,8 +249,13 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
         raise ValueError(
             f"sockets carry contiguous tensors of the CPU, got strides {tensor.stride()} on {tensor.device}"
         )
-    nbytes = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+    return memoryview(_bytes_type(tensor.numel() * tensor.element_size()).from_address(tensor.data_ptr())).cast("B")
+
+
+@functools.lru_cache(maxsize=1024)
+def _bytes_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    """Making such a type takes longer than all else that is done for a message."""
+    return ctypes.c_char * nbytes
 
 
 def _rest(pieces: list[memoryview], done: int) -> list[memoryview]:

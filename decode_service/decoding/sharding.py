@@ -14,8 +14,7 @@ Everything that acts on each position by itself passes through. Whatever else co
 see, the start-up self-test (a sharded decode against an undivided one) does.
 
 Tensors meet in 4-D (B,C,H,W) and 5-D (B,C,T,H,W) inside one decoder, so the axis is counted from the end: height is -2,
-width is -1. Bands are uneven and never padded; every layer scales all extents by the same whole factor, so a band's
-extent at any depth is its latent extent times that factor.
+width is -1. What bands pass to each other is in ``band_exchange``.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from decode_service.decoding.attention import (
     attend_by_sums,
@@ -38,6 +36,13 @@ from decode_service.decoding.attention import (
     goes_by_sums,
     kernel_attention,
     key_value_sums,
+)
+from decode_service.decoding.band_exchange import (
+    BandExchange,
+    RowsBeside,
+    TensorMap,
+    UnshardableOperation,
+    memory_format_of,
 )
 from decode_service.decoding.causal_conv3d import causal_conv3d
 from decode_service.decoding.communicator import Communicator
@@ -53,72 +58,28 @@ from decode_service.planning.bands import Band
 
 _active = threading.local()
 
-AXIS_DIM = {"height": -2, "width": -1}
-
-
-class UnshardableOperation(RuntimeError):
-    """An operation that the halo rule does not cover; decoding it band by band could give a wrong picture."""
-
-
 #: What a frame knows of a tensor besides its shape: the halo rows that it carries, whether its channels are the last
 #: dimension, and whether it is a constant.
 Marks = tuple[int, bool, bool]
 
 
-class _Beside(NamedTuple):
-    """The rows of the neighbouring bands beside one band, None where there is no neighbour or nobody asked."""
-
-    before: torch.Tensor | None
-    after: torch.Tensor | None
-    #: Of all ranks, in rank order, if they went along.
-    moments: tuple[torch.Tensor, ...] = ()
-
-    def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> _Beside:
-        """What ``function`` makes of the rows."""
-        return _Beside(
-            None if self.before is None else function(self.before), None if self.after is None else function(self.after)
-        )
-
-
-class ShardedFrame(TorchFunctionMode):
+class ShardedFrame(BandExchange, TorchFunctionMode):
     """While active in this thread, tensors hold one band of the frame and operations see their neighbours.
 
-    Args:
-        communicator: the ranks that share the frame; used for nothing else meanwhile.
-        axis: ``height`` or ``width``.
-        bands: latent cells of every rank along the axis, none of them empty.
-
-    Attributes:
-        exchanges: collectives issued so far.
-        band: this rank's latent cells along the axis.
+    Arguments and attributes are those of ``BandExchange``.
     """
 
     def __init__(self, communicator: Communicator, axis: str, bands: Sequence[Band]) -> None:
-        super().__init__()
-        if len(bands) != communicator.size:
-            raise ValueError(f"{communicator.size} ranks need as many bands, got {len(bands)}")
-        if min(band.size for band in bands) < 1:
-            raise ValueError("every rank needs at least one latent cell of the sharded axis")
-        self.dim = AXIS_DIM[axis]
-        self.axis = axis
-        self.exchanges = 0
-        self._communicator = communicator
-        self.band = bands[communicator.rank]
-        self._sizes = [band.size for band in bands]
-        self._rank = communicator.rank
+        BandExchange.__init__(self, communicator, axis, bands)
+        TorchFunctionMode.__init__(self)
         self._shared_tokens = 0
         # Outputs of F.pad that carry halo rows, and how many: a convolution without padding of its own is right on
         # these and wrong on everything else.
-        self._halos: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        # Outputs of a group norm that nothing but the activation after it has touched, and the rows beside the band, (before,
-        # after), which travelled with its statistics: what pads it next need not ask for them.
-        self._beside: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        # Bands that lie in a larger tensor, which has a row more on either side for what belongs beside them.
-        self._roomy: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._halos = TensorMap()
         # Bands whose channels were moved to the end, (B,H,W,C) or (B,T,H,W,C), for a norm over the last dimension.
-        self._channels_last: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._channels_last = TensorMap()
         # Tensors made from numbers alone, the same on every rank.
-        self._constants: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._constants = TensorMap()
 
     def __enter__(self) -> ShardedFrame:
         _active.frames = [*getattr(_active, "frames", ()), self]
@@ -139,25 +100,6 @@ class ShardedFrame(TorchFunctionMode):
         """The frame whose band this thread decodes, or None where it decodes a whole frame."""
         frames: Sequence[ShardedFrame] = getattr(_active, "frames", ())
         return frames[-1] if frames else None
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Latent cells of every rank along the axis."""
-        return tuple(self._sizes)
-
-    @property
-    def communicator(self) -> Communicator:
-        """What it exchanges by."""
-        return self._communicator
-
-    @contextlib.contextmanager
-    def communicating_by(self, communicator: Communicator) -> Iterator[None]:
-        """While it lasts, ``communicator``, of the same rank in as many, stands in for the frame's own."""
-        own, self._communicator = self._communicator, communicator
-        try:
-            yield
-        finally:
-            self._communicator = own
 
     def marks(self, x: torch.Tensor) -> Marks:
         """What this frame knows of ``x`` from the operations that made it."""
@@ -189,12 +131,14 @@ class ShardedFrame(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func in QUERIES:
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        if self._beside and func not in _KEEP_ROWS_BESIDE:
+        if self.beside and func not in _KEEP_ROWS_BESIDE:
             # It may write to the tensor, or to a view of it that it makes.
             for x in _tensors((*args, *kwargs.values())):
-                self._beside.pop(x, None)
-        constant = func is torch.arange or (len(self._constants) > 0 and self._is_constant(func, args, kwargs))
+                self.beside.pop(x, None)
+        constant = func is torch.arange or (bool(self._constants) and self._is_constant(func, args, kwargs))
         output = func(*args, **kwargs) if func is torch.arange else self._reinterpret(func, args, kwargs)
         if constant:
             for x in _tensors((output,)):
@@ -202,7 +146,7 @@ class ShardedFrame(TorchFunctionMode):
         return output
 
     def _reinterpret(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if func in _SILUS and args and args[0] in self._beside:
+        if func in _SILUS and args and args[0] in self.beside:
             return self._silu_of_norm(func, *args, **kwargs)
         if func in LOCAL:
             output = func(*args, **kwargs)
@@ -247,132 +191,6 @@ class ShardedFrame(TorchFunctionMode):
                         f"{_name(func)} of a band {list(band.shape)} and numbers {list(x.shape)} that may count its positions"
                     )
         return not bands
-
-    # Communication
-
-    def extents(self, local_extent: int) -> list[int]:
-        """Extent of every rank's band at the depth where this rank's band has ``local_extent``."""
-        factor, remainder = divmod(local_extent, self._sizes[self._rank])
-        if remainder or factor < 1:
-            raise UnshardableOperation(
-                f"an extent of {local_extent} is not a multiple of this band's {self._sizes[self._rank]} latent cells"
-            )
-        return [size * factor for size in self._sizes]
-
-    def with_halo(
-        self, x: torch.Tensor, before: int, after: int, mode: str = "constant", value: float = 0.0
-    ) -> torch.Tensor:
-        """``x`` with ``before`` and ``after`` rows of the neighbouring bands, and padding at the edges of the frame.
-
-        Args:
-            mode: what lies outside the frame: ``constant`` (``value``), ``replicate`` or ``reflect``.
-        """
-        return self.joined_with_halo([x], before, after, mode, value)
-
-    def joined_with_halo(
-        self, parts: Sequence[torch.Tensor], before: int, after: int, mode: str = "constant", value: float = 0.0
-    ) -> torch.Tensor:
-        """``with_halo`` of ``parts`` joined along their frames (dimension 2), in one copy."""
-        x = parts[-1]
-        dim = x.dim() + self.dim
-        extents = self.extents(x.shape[dim])
-        if min(extents) < max(before, after):
-            raise UnshardableOperation(
-                f"a halo of {max(before, after)} rows does not fit in a band of {min(extents)}: use fewer ranks"
-            )
-        last = len(extents) - 1
-        length = x.shape[dim]
-        shape = list(x.shape)
-        if len(parts) > 1:
-            shape[2] = sum(part.shape[2] for part in parts)
-        shape[dim] = before + length + after
-        known: _Beside | None = self._beside.get(x) if len(parts) == 1 and max(before, after) <= 1 else None
-        room: torch.Tensor | None = self._roomy.pop(x, None) if known is not None else None
-        if known is not None and room is not None:
-            padded, beside = room.narrow(dim, 1 - before, before + length + after), known
-        else:
-            # In the layout of ``x``, which the convolution that follows then need not change.
-            padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
-            # Rows travel while the band is copied.
-            finish = self._begin_rows_beside(parts, before, after) if known is None else lambda: known
-            own = padded.narrow(dim, before, length)
-            if len(parts) == 1:
-                own.copy_(x)
-            else:
-                for frames, part in zip(own.split([part.shape[2] for part in parts], 2), parts, strict=True):
-                    frames.copy_(part)
-            beside = finish()
-        for start, size, rows in ((0, before, beside.before), (before + length, after, beside.after)):
-            if size and rows is not None:
-                padded.narrow(dim, start, size).copy_(rows)
-        # What lies outside may reflect more rows than a narrow band has: the neighbour's are here by now.
-        if before and self._rank == 0:
-            inside = padded.narrow(dim, before, length + (after if last else 0))
-            padded.narrow(dim, 0, before).copy_(_outside(inside, dim, before, mode, value, at_start=True))
-        if after and self._rank == last:
-            inside = padded.narrow(dim, 0 if last else before, length + (before if last else 0))
-            padded.narrow(dim, before + length, after).copy_(_outside(inside, dim, after, mode, value, at_start=False))
-        return padded
-
-    def _begin_rows_beside(
-        self, parts: Sequence[torch.Tensor], before: int, after: int, moments: torch.Tensor | None = None
-    ) -> Callable[[], _Beside]:
-        """Ask for the rows of the neighbouring bands beside ``parts``, which are joined along their frames.
-
-        Args:
-            moments: what all ranks get from each other by the way.
-
-        Returns:
-            What waits for the ``before`` and the ``after`` rows and the moments of all.
-        """
-        x, last = parts[-1], len(self._sizes) - 1
-        dim = x.dim() + self.dim
-        length, shape = x.shape[dim], list(x.shape)
-        if len(parts) > 1:
-            shape[2] = sum(part.shape[2] for part in parts)
-        sends, receives = [], []
-        beside: list[torch.Tensor | None] = [None, None]
-        for index, peer, ours, theirs in ((0, self._rank - 1, after, before), (1, self._rank + 1, before, after)):
-            if not 0 <= peer <= last:
-                continue
-            if ours:
-                rows = [part.narrow(dim, length - ours if index else 0, ours) for part in parts]
-                sends.append((peer, (torch.cat(rows, 2) if len(rows) > 1 else rows[0]).contiguous()))
-            if theirs:
-                shape[dim] = theirs
-                buffer = beside[index] = x.new_empty(shape)
-                receives.append((peer, buffer))
-        gathered: list[torch.Tensor] = []
-        if moments is not None:
-            gathered = [moments if rank == self._rank else torch.empty_like(moments) for rank in range(last + 1)]
-            others = [rank for rank in range(last + 1) if rank != self._rank]
-            sends += [(rank, moments) for rank in others]
-            receives += [(rank, gathered[rank]) for rank in others]
-        wait = self._communicator.begin_exchange(sends, receives)
-        self.exchanges += 1
-
-        def finish() -> _Beside:
-            wait()
-            # What was sent had to live until here.
-            sends.clear()
-            return _Beside(beside[0], beside[1], tuple(gathered))
-
-        return finish
-
-    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """``x`` of all ranks, concatenated in rank order along ``dim``, whose extent follows the bands."""
-        shape = list(x.shape)
-        parts = []
-        for extent in self.extents(x.shape[dim]):
-            shape[dim] = extent
-            parts.append(x.new_empty(shape))
-        parts[self._rank] = x.contiguous()
-        others = [peer for peer in range(len(parts)) if peer != self._rank]
-        self._communicator.exchange(
-            [(peer, parts[self._rank]) for peer in others], [(peer, parts[peer]) for peer in others]
-        )
-        self.exchanges += 1
-        return torch.cat(parts, dim)
 
     # The three functions that see neighbours
 
@@ -497,8 +315,8 @@ class ShardedFrame(TorchFunctionMode):
         moments = torch.stack(group_moments(input, num_groups))
         # A band's outermost rows go along with its statistics: a convolution usually follows, which would ask for them.
         rows = 1 if input.dim() >= 4 else 0
-        beside = self._begin_rows_beside([input], rows, rows, moments)()
-        mean, variance = self._merged_moments(beside.moments, input[0].numel() // num_groups)
+        beside = self.begin_rows_beside([input], rows, rows, moments)()
+        mean, variance = self.merged_moments(beside.moments, input[0].numel() // num_groups)
         # The root of an overflow would be 0, and the picture without contents and finite: it must be seen to be none.
         variance = variance.masked_fill(variance.isinf(), math.nan)
         function: Callable[..., torch.Tensor] = normalize_groups_silu if func is group_norm_silu else normalize_groups
@@ -508,23 +326,9 @@ class ShardedFrame(TorchFunctionMode):
 
         output = normalized(input)
         if rows:
-            layout = _memory_format(input)
-            self._beside[output] = beside.each(lambda x: normalized(x.contiguous(memory_format=layout)))
+            layout = memory_format_of(input)
+            self.beside[output] = beside.each(lambda x: normalized(x.contiguous(memory_format=layout)))
         return output
-
-    def _merged_moments(self, moments: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and biased variance over all bands, from those (2,B,G) of each band, of ``count`` elements on this rank.
-
-        Source: Chan, Golub and LeVeque (1979), for any number of parts at once. Every rank computes the same numbers in
-        the same order, so all get the same bits. Counts follow from the bands, so only the two moments travel.
-        """
-        counts = self.extents(count)
-        shares = [band_count / sum(counts) for band_count in counts]
-        bands = [each.double() for each in moments]
-        merged_mean, within = torch.stack([x * share for x, share in zip(bands, shares, strict=True)]).sum(0)
-        deviations = [(x[0] - merged_mean).square() * share for x, share in zip(bands, shares, strict=True)]
-        between = torch.stack(deviations).sum(0)
-        return merged_mean.float(), (within + between).float()
 
     def _attention(
         self,
@@ -575,18 +379,18 @@ class ShardedFrame(TorchFunctionMode):
 
     def _silu_of_norm(self, func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """A SiLU of what a group norm has made, and of the rows beside it."""
-        beside: _Beside = self._beside.pop(input)
+        beside: RowsBeside = self.beside.pop(input)
         if is_traced(input) or (func is F.silu and (args or kwargs)):
             output: torch.Tensor = func(input, *args, **kwargs)
         else:
             # The convolution that follows needs a row on either side: with room for them the band is not copied again.
             dim, shape = input.dim() + self.dim, list(input.shape)
             shape[dim] += 2
-            room = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=_memory_format(input))
+            room = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=memory_format_of(input))
             output = room.narrow(dim, 1, input.shape[dim])
             torch.ops.aten.silu.out(input, out=output)
-            self._roomy[output] = room
-        self._beside[output] = beside.each(F.silu)
+            self.roomy[output] = room
+        self.beside[output] = beside.each(F.silu)
         return output
 
     # Functions that are local for some arguments only
@@ -789,32 +593,6 @@ class ShardedFrame(TorchFunctionMode):
             if not same_rows or self._halos.get(value, 0) != self._halos.get(x, 0):
                 raise UnshardableOperation(f"writing {list(value.shape)} to a band {list(x.shape)} is not covered")
         func(x, index, value)
-
-
-def _memory_format(x: torch.Tensor) -> torch.memory_format:
-    """The layout in memory that ``x`` has, where it is dense; otherwise, and in float32, that of new tensors.
-
-    float32 decoders keep that layout, whose convolutions round better: twice as well on Wan 2.1 as one that a band slips out of
-    behind an attention or an upsampling in time.
-    """
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if channels_last is not None and x.dtype != torch.float32 and not x.is_contiguous() and x.is_contiguous(memory_format=channels_last):
-        return channels_last
-    return torch.contiguous_format
-
-
-def _outside(x: torch.Tensor, dim: int, rows: int, mode: str, value: float, *, at_start: bool) -> torch.Tensor:
-    """``rows`` rows beyond the edge of the frame, as ``F.pad`` makes them."""
-    length = x.shape[dim]
-    shape = list(x.shape)
-    shape[dim] = rows
-    if mode == "constant":
-        return x.new_full(shape, value)
-    if mode == "replicate":
-        return x.narrow(dim, 0 if at_start else length - 1, 1).expand(shape)
-    if length <= rows:
-        raise UnshardableOperation(f"reflecting {rows} rows needs a band of more than {rows}, got {length}")
-    return x.narrow(dim, 1 if at_start else length - 1 - rows, rows).flip(dim)
 
 
 def _per_dim(value: int | Sequence[int], count: int) -> list[int]:

@@ -18,10 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from decode_service.decoding.attention import QueryBlocks
+from decode_service.decoding.band_exchange import AXIS_DIM
 from decode_service.decoding.communicator import Messages
 from decode_service.decoding.families.base import Family
 from decode_service.decoding.footprint import Alone, clip_lengths, identity, measured_cells, without_data
-from decode_service.decoding.sharding import AXIS_DIM, ShardedFrame
+from decode_service.decoding.sharding import ShardedFrame
 from decode_service.planning.bands import split
 from decode_service.planning.cost import Work, pass_count
 from decode_service.planning.spec import ModelSpec

@@ -19,6 +19,7 @@ from torch import nn
 
 from decode_service.config import RewritesConfig
 from decode_service.decoding import packed_weights
+from decode_service.decoding.band_exchange import UnshardableOperation
 from decode_service.decoding.communicator import SoloCommunicator
 from decode_service.decoding.dense_convolution import dense_conv3d
 from decode_service.decoding.families import FAMILIES
@@ -27,7 +28,7 @@ from decode_service.decoding.pixel_norm import pixel_rms_norm
 from decode_service.decoding.rank import RankDecoder
 from decode_service.decoding.rewrites import NAMES, Rewrite, apply_rewrites, convolutions, normalization
 from decode_service.decoding.rewrites.upsampling import folded
-from decode_service.decoding.sharding import ShardedFrame, UnshardableOperation
+from decode_service.decoding.sharding import ShardedFrame
 from decode_service.decoding.work import count
 from decode_service.planning.bands import Band
 from decode_service.planning.plan import PixelFormat

@@ -13,8 +13,9 @@ from diffusers import AutoencoderKL
 from torch import nn
 
 from decode_service.decoding.attention import frame_causal_attention, kernel_attention
+from decode_service.decoding.band_exchange import AXIS_DIM, UnshardableOperation
 from decode_service.decoding.communicator import Communicator
-from decode_service.decoding.sharding import AXIS_DIM, ShardedFrame, UnshardableOperation
+from decode_service.decoding.sharding import ShardedFrame
 from decode_service.planning.bands import split
 from tests.decoding.threads import on_ranks
 
