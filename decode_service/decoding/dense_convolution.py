@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from decode_service.decoding.packed_weights import packed_convolution
+from decode_service.decoding.packed_weights import packed_convolution, packed_convolution_transpose
 from decode_service.decoding.tracing import is_traced
 
 # B batch, C channels, T frames, H height, W width, O output channels.
@@ -66,6 +66,25 @@ def dense_conv3d(
         if output is not None:
             return output
     return F.conv3d(x_BCTHW, weight_OCTHW, bias_O, stride, padding, dilation, groups)
+
+
+def dense_conv_transpose2d(
+    x_BCHW: torch.Tensor,
+    weight_COHW: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+) -> torch.Tensor:
+    """``F.conv_transpose2d``; under the halo rule it means what that means."""
+    if torch.overrides.has_torch_function((x_BCHW,)):
+        return torch.overrides.handle_torch_function(
+            dense_conv_transpose2d, (x_BCHW,), x_BCHW, weight_COHW, bias_O, stride, padding
+        )
+    if x_BCHW.device.type == "cpu" and not is_traced(x_BCHW):
+        output = packed_convolution_transpose(x_BCHW, weight_COHW, bias_O, stride, padding)
+        if output is not None:
+            return output
+    return F.conv_transpose2d(x_BCHW, weight_COHW, bias_O, stride, padding)
 
 
 def _is_slow(x_BCTHW: torch.Tensor, weight_OCTHW: torch.Tensor) -> bool:

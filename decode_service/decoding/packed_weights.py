@@ -26,9 +26,11 @@ _MOST_SHAPES = 256
 class _Entry:
     """What is kept of one weight: where it was in memory, and it in the orders of the shapes that it has met."""
 
-    def __init__(self, weight: torch.Tensor, channels_last: bool) -> None:
+    def __init__(self, weight: torch.Tensor, channels_last: bool, transposed: bool) -> None:
         self.place = _place(weight)
-        self.channels_last = channels_last
+        last = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
+        self.layout = last if channels_last else torch.contiguous_format
+        self.transposed = transposed
         self._orders: dict[bytes, torch.Tensor] = {}
         self._by_shape: dict[Hashable, torch.Tensor | None] = {}
 
@@ -39,7 +41,11 @@ class _Entry:
             return self._by_shape[key]
         except KeyError:
             pass
-        packed = torch.ops.mkldnn._reorder_convolution_weight(weight.detach(), *how, list(shape))
+        if self.transposed:
+            reorder = torch.ops.mkldnn._reorder_convolution_transpose_weight
+        else:
+            reorder = torch.ops.mkldnn._reorder_convolution_weight
+        packed = reorder(weight.detach(), *how, list(shape))
         order = _order(packed)
         if order not in self._orders and len(self._orders) < MOST_ORDERS:
             self._orders[order] = packed
@@ -64,14 +70,15 @@ def can_be_packed(weight: torch.Tensor) -> bool:
     )
 
 
-def keep_packed(weight: torch.Tensor, *, channels_last: bool) -> None:
+def keep_packed(weight: torch.Tensor, *, channels_last: bool, transposed: bool = False) -> None:
     """From now on convolutions with ``weight`` keep it in their own order, too: as much memory again, at times twice as much.
 
     Args:
         channels_last: the layout of their operands; others are left to torch. Half precision has its own, and float32 must not
             slip into it, whose kernels round worse: the layout of an output is that of most operations after it.
+        transposed: whether ``weight`` (C,O,...) is that of transposed convolutions.
     """
-    _entries[weight] = _Entry(weight, channels_last)
+    _entries[weight] = _Entry(weight, channels_last, transposed)
 
 
 def forget_packed(weight: torch.Tensor) -> None:
@@ -102,23 +109,49 @@ def packed_convolution(
 
     The kernel is the one that oneDNN has for this layout of ``x``, so the result is the same to the bit as with its own order.
     """
-    entry: _Entry | None = _entries.get(weight)
-    # A model that is cast up for one decode has other numbers in the same weights meanwhile.
-    if entry is None or groups != 1 or x.dtype != weight.dtype or entry.place != _place(weight):
-        return None
-    last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-    if not x.is_contiguous(memory_format=last if entry.channels_last else torch.contiguous_format):
+    entry = _entry_for(x, weight)
+    if entry is None or groups != 1:
         return None
     how = (list(padding), list(stride), list(dilation), groups)
     packed = entry.packed(weight, x.shape, how)
     if packed is None:
         return None
     output: torch.Tensor
-    if entry.channels_last:
+    if entry.layout != torch.contiguous_format:
         output = torch.ops.mkldnn._convolution_pointwise(x, packed, bias_O, *how, "none", [], "")
     else:
         output = torch.mkldnn_convolution(x, packed, bias_O, *how)
     return output
+
+
+def packed_convolution_transpose(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+) -> torch.Tensor | None:
+    """The transposed convolution of ``x``, if ``weight`` is one of those kept; otherwise None, for torch to do it."""
+    entry = _entry_for(x, weight)
+    if entry is None:
+        return None
+    zeros, ones = [0] * len(stride), [1] * len(stride)
+    how = (list(padding), zeros, list(stride), ones, 1)
+    packed = entry.packed(weight, x.shape, how)
+    if packed is None:
+        return None
+    output: torch.Tensor = torch.ops.mkldnn._convolution_transpose_pointwise(x, packed, bias_O, *how, "none", [], "")
+    # oneDNN has this one for channels last alone, and torch brings the result back, too.
+    return output.contiguous(memory_format=entry.layout)
+
+
+def _entry_for(x: torch.Tensor, weight: torch.Tensor) -> _Entry | None:
+    """What is kept of ``weight``, if it is as it was then and ``x`` of the layout that it is kept for."""
+    entry: _Entry | None = _entries.get(weight)
+    # A model that is cast up for one decode has other numbers in the same weights meanwhile.
+    if entry is None or x.dtype != weight.dtype or entry.place != _place(weight):
+        return None
+    return entry if x.is_contiguous(memory_format=entry.layout) else None
 
 
 def _order(packed: torch.Tensor) -> bytes:

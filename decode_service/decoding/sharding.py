@@ -46,7 +46,7 @@ from decode_service.decoding.band_exchange import (
 )
 from decode_service.decoding.causal_conv3d import causal_conv3d
 from decode_service.decoding.communicator import Communicator
-from decode_service.decoding.dense_convolution import dense_conv2d, dense_conv3d
+from decode_service.decoding.dense_convolution import dense_conv2d, dense_conv3d, dense_conv_transpose2d
 from decode_service.decoding.group_norm import group_moments, normalize_groups
 from decode_service.decoding.local_operations import LOCAL, POINTWISE, QUERIES
 from decode_service.decoding.norm_activation import group_norm_silu, normalize_groups_silu, rms_norm_silu, silu_over
@@ -298,6 +298,8 @@ class ShardedFrame(BandExchange, TorchFunctionMode):
                 f"a transposed convolution of kernel {kernel}, stride {steps[index]} and padding {crops[index]} on the sharded "
                 "axis is covered only over a halo that it crops again"
             )
+        if func is dense_conv_transpose2d:
+            return dense_conv_transpose2d(input, weight, bias, steps, crops)
         return func(input, weight, bias, steps, crops, output_padding, groups, dilation)
 
     def _group_norm(
@@ -623,6 +625,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     dense_conv2d: ShardedFrame._conv,
     dense_conv3d: ShardedFrame._conv,
     F.conv_transpose2d: ShardedFrame._conv_transpose,
+    dense_conv_transpose2d: ShardedFrame._conv_transpose,
     F.group_norm: ShardedFrame._group_norm,
     group_norm_silu: ShardedFrame._group_norm,
     F.scaled_dot_product_attention: ShardedFrame._attention,

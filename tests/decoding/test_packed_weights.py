@@ -12,9 +12,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from decode_service.decoding import packed_weights
-from decode_service.decoding.dense_convolution import dense_conv2d, dense_conv3d
+from decode_service.decoding.dense_convolution import dense_conv2d, dense_conv3d, dense_conv_transpose2d
 from decode_service.decoding.families import FAMILIES
-from decode_service.decoding.packed_weights import forget_packed, keep_packed, kept_bytes, packed_convolution
+from decode_service.decoding.packed_weights import (
+    forget_packed,
+    keep_packed,
+    kept_bytes,
+    packed_convolution,
+    packed_convolution_transpose,
+)
 from decode_service.decoding.rewrites import apply_rewrites
 from tests.decoding import models
 from tests.decoding.family_checks import check_exact_modes, reference
@@ -66,6 +72,26 @@ def test_every_shape_gets_the_bits_of_the_kernel(
             assert (output - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-5)
             assert torch.equal(output, torch.mkldnn_convolution(x, weight, bias, padding, ones, ones, 1))
     assert asked.count(True) >= 12, "orders that many shapes have in common are kept"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels_last"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_transposed_convolutions_get_the_bits_of_torchs(dtype: torch.dtype, channels_last: bool) -> None:
+    weight = (latents_of((64, 32, 4, 4)) / 24).to(dtype)
+    bias = latents_of((32,)).to(dtype)
+    if channels_last:
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    keep_packed(weight, channels_last=channels_last, transposed=True)
+    for extents in ((16, 16), (16, 10), (7, 5), (64, 64)):
+        for padding in ([1, 1], [1, 3], [3, 1]):
+            x = latents_of((1, 64, *extents)).to(dtype)
+            if channels_last:
+                x = x.contiguous(memory_format=torch.channels_last)
+            expected = F.conv_transpose2d(x, weight, bias, 2, padding)
+            packed = packed_convolution_transpose(x, weight, bias, [2, 2], padding)
+            assert packed is not None and torch.equal(packed, expected) and packed.stride() == expected.stride()
+            assert torch.equal(dense_conv_transpose2d(x, weight, bias, [2, 2], padding), expected)
 
 
 def test_no_more_orders_are_kept_than_agreed_and_the_rest_is_right(

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from decode_service.decoding.dense_convolution import dense_conv2d, dense_conv3d
+from decode_service.decoding.dense_convolution import dense_conv2d, dense_conv3d, dense_conv_transpose2d
 from decode_service.decoding.packed_weights import can_be_packed, forget_packed, is_kept, keep_packed
 from decode_service.decoding.rewrites.convolutions import prepared_weights
 from decode_service.decoding.rewrites.site import ClassSite, Site
 from decode_service.decoding.rewrites.structure import DecoderStructure
+from decode_service.decoding.rewrites.upsampling import folded_weights
 
 
 class DenseConvolution:
@@ -35,13 +36,15 @@ class _PackingSite(Site):
         module: the module that must be told to convolve so; None where its forward is a rewrite that does already.
     """
 
-    def __init__(self, weight: torch.Tensor, module: nn.Module | None, *, channels_last: bool) -> None:
+    def __init__(
+        self, weight: torch.Tensor, module: nn.Module | None, *, channels_last: bool, transposed: bool = False
+    ) -> None:
         self._weight = weight
-        self._channels_last = channels_last
+        self._channels_last, self._transposed = channels_last, transposed
         self._module = None if module is None else ClassSite(module, DenseConvolution, [])
 
     def install(self) -> None:
-        keep_packed(self._weight, channels_last=self._channels_last)
+        self._keep()
         if self._module is not None:
             self._module.install()
 
@@ -52,16 +55,23 @@ class _PackingSite(Site):
 
     def outputs(self, generator: torch.Generator) -> list[torch.Tensor]:
         spatial = self._weight.dim() - 2
-        x = torch.randn(1, self._weight.shape[1], *[5] * spatial, generator=generator).to(self._weight.dtype)
+        channels = self._weight.shape[0 if self._transposed else 1]
+        x = torch.randn(1, channels, *[5] * spatial, generator=generator).to(self._weight.dtype)
         if self._channels_last:
             x = x.contiguous(memory_format=torch.channels_last if spatial == 2 else torch.channels_last_3d)
         ones = [1] * spatial
-        convolve = dense_conv2d if spatial == 2 else dense_conv3d
-        output = convolve(x, self._weight, None, ones, ones, ones, 1)
+        if self._transposed:
+            output = dense_conv_transpose2d(x, self._weight, None, [2, 2], ones)
+        else:
+            convolve = dense_conv2d if spatial == 2 else dense_conv3d
+            output = convolve(x, self._weight, None, ones, ones, ones, 1)
         if is_kept(self._weight):
             # From anew: the first real operand may want another order than this small one.
-            keep_packed(self._weight, channels_last=self._channels_last)
+            self._keep()
         return [output]
+
+    def _keep(self) -> None:
+        keep_packed(self._weight, channels_last=self._channels_last, transposed=self._transposed)
 
 
 def packing_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[Site]:
@@ -75,3 +85,6 @@ def packing_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[S
     for prepared in prepared_weights(decoder):
         if can_be_packed(prepared):
             yield _PackingSite(prepared, None, channels_last=last)
+    for folded in folded_weights(decoder):
+        if can_be_packed(folded):
+            yield _PackingSite(folded, None, channels_last=last, transposed=True)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
+from decode_service.decoding.dense_convolution import dense_conv_transpose2d
 from decode_service.decoding.rewrites.site import ClassSite, Site, random_input
 from decode_service.decoding.rewrites.structure import DecoderStructure
 from decode_service.decoding.sharding import ShardedFrame
@@ -49,10 +50,12 @@ class UpsampleConvolution:
         if x_BCHW.dtype != weight.dtype or any(value is not None for value in (*args, *kwargs.values())):
             output: torch.Tensor = super().forward(x_BCHW, *args, **kwargs)  # type: ignore[misc]
             return output
-        if not torch.compiler.is_compiling() and ShardedFrame.is_active():
+        frame = None if torch.compiler.is_compiling() else ShardedFrame.current()
+        if frame is not None:
             # The neighbours' rows are asked for as padding, and what they give beyond this band is cropped again.
-            return F.conv_transpose2d(F.pad(x_BCHW, (1, 1, 1, 1)), weight, conv.bias, stride=2, padding=3)
-        return F.conv_transpose2d(x_BCHW, weight, conv.bias, stride=2, padding=1)
+            sides, crops = ((1, 1, 0, 0), (1, 3)) if frame.axis == "width" else ((0, 0, 1, 1), (3, 1))
+            return dense_conv_transpose2d(F.pad(x_BCHW, sides), weight, conv.bias, (2, 2), crops)
+        return dense_conv_transpose2d(x_BCHW, weight, conv.bias, (2, 2), (1, 1))
 
 
 def upsample_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[Site]:
@@ -64,6 +67,13 @@ def upsample_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[
         if conv is not None:
             weight = folded(conv.weight).contiguous(memory_format=layout)
             yield ClassSite(module, UpsampleConvolution, [_call], {"_upsample_conv": (weight, conv)})
+
+
+def folded_weights(decoder: nn.Module) -> Iterator[torch.Tensor]:
+    """The weights of transposed convolutions that the rewrite has made."""
+    for module in decoder.modules():
+        if "_upsample_conv" in vars(module):
+            yield vars(module)["_upsample_conv"][0]
 
 
 def _convolution_after_upsampling(module: Any) -> nn.Conv2d | None:
