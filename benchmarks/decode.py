@@ -1,9 +1,9 @@
 """One rank's decode against diffusers: ``python -m benchmarks.decode``.
 
-For each model, frame and dtype, in turn in one process, with the same threads and the same weights from the same folder:
+For each model, frame and dtype, in turn, with the same threads and the same weights from the same folder:
 
-- ``service``: ``RankDecoder`` in mode ``direct``, loaded and called as a rank of the service does it, compiled where the
-  service compiles by default (on CUDA) and where that measures faster;
+- ``service``: ``RankDecoder`` in mode ``direct``, loaded and called as a rank of the service does it, in a process with the
+  environment of a rank, compiled where the service compiles by default (on CUDA) and where that measures faster;
 - ``diffusers``: ``vae.decode`` as a user calls it;
 - ``compiled``: the same with the decoder that it calls compiled by ``torch.compile``. Its first call compiles and is
   reported by itself.
@@ -27,19 +27,18 @@ import torch
 from benchmarks import models, report
 from benchmarks.memory import METHODS, peak_memory
 from benchmarks.models import DTYPES, MODELS, Model
+from benchmarks.rank_process import RankProcess
 from benchmarks.report import Report
 from benchmarks.timing import Matmul, interleave, synchronizer
 from decode_service.config import ServiceConfig
-from decode_service.decoding.loading import ModelSource
 from decode_service.decoding.pixels import from_carrier
-from decode_service.decoding.rank import RankDecoder
 from decode_service.planning.plan import PixelFormat
 from decode_service.planning.planner import Policy, make_plan
 from local_service import exit_on_signals
 
 
 class Contenders:
-    """The three ways of decoding one model in one dtype, in one process."""
+    """The three ways of decoding one model in one dtype."""
 
     def __init__(self, folder: Path, dtype_name: str, device: torch.device, threads: int, *, compiled: bool) -> None:
         settings: dict[str, Any] = {
@@ -51,12 +50,7 @@ class Contenders:
         self.dtype = DTYPES[dtype_name]
         self.device = device
         self.policy = Policy(chunk=config.policy.chunk)
-        self.rank = RankDecoder.load(
-            ModelSource("benchmark", str(folder), dtype=dtype_name),
-            device=str(device),
-            threads=threads,
-            compile_enabled=config.compile_enabled(),
-        )
+        self.rank = RankProcess(folder, dtype_name, device, threads, compile_enabled=config.compile_enabled())
         self.service_compiles = config.compile_enabled()
         self.vae = models.load(folder, self.dtype, device)
         self._eager = self.vae.decoder
@@ -70,18 +64,14 @@ class Contenders:
         # Values exactly as vae.decode returns them, in the model's own dtype: nobody converts more than the others.
         pixels = PixelFormat(self.dtype_name, "model")
         carrier = latents.numpy()
-        if self.service_compiles:
-            self.rank.compile_alone(plan, carrier, "float32")
+        self.rank.prepare(plan, carrier, pixels, compiled=self.service_compiles)
         there = latents.to(self.device, self.dtype)
-
-        def service() -> Any:
-            return self.rank.decode(plan, carrier, "float32", denormalize=False, pixels=pixels).array
 
         def diffusers() -> Any:
             with torch.no_grad():
                 return self.vae.decode(there).sample
 
-        contenders: dict[str, Callable[[], Any]] = {"service": service, "diffusers": diffusers}
+        contenders: dict[str, Callable[[], Any]] = {"service": self.rank.decode, "diffusers": diffusers}
         if self._compiles:
             # Compiled anew for each shape, as for a user who decodes that shape only.
             torch._dynamo.reset()
@@ -97,11 +87,12 @@ class Contenders:
             contenders["compiled"] = compiled
         return contenders
 
-    def values(self, outcome: Any) -> torch.Tensor:
-        """What a contender returned, as float32 on the CPU."""
-        if isinstance(outcome, torch.Tensor):
-            return outcome.float().cpu()
-        return from_carrier(outcome, self.dtype_name).float()
+    def watched(self, name: str, call: Callable[[], Any]) -> tuple[torch.Tensor, int]:
+        """What a contender decodes, as float32 on the CPU, and the memory that this takes at the peak."""
+        if name == "service":
+            return from_carrier(self.rank.pixels(), self.dtype_name).float(), self.rank.peak_bytes()
+        outcome, peak = peak_memory(call, self.device)
+        return outcome.float().cpu(), peak
 
 
 def measure(
@@ -137,10 +128,8 @@ def measure(
             continue
         synchronize()
         first_s = time.perf_counter() - begun
-        outcome, peak = peak_memory(call, device)
-        pixels[name] = contenders.values(outcome)
+        pixels[name], peak = contenders.watched(name, call)
         measured[name] = {"first_call_s": first_s, "peak_memory_bytes": peak}
-        del outcome
     matmul()
     timings = interleave({**calls, "matmul": matmul}, repeats, synchronize=synchronize)
     peak_flops = matmul.flops / timings["matmul"].best
@@ -226,6 +215,7 @@ def measure_model(model: Model, options: argparse.Namespace, device: torch.devic
             clip = f", {frames} latent frame{'s' if frames > 1 else ''}" if model.frames else ""
             out.add({"model": model.name, "case": f"{model.title} {size}x{size}{clip}", "frames": frames, **result})
             out.say(describe(out.results[-1]))
+        contenders.rank.close()
         del contenders
 
 

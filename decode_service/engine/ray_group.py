@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from decode_service.config import ServiceConfig
 from decode_service.engine.agreement import load_alike
 from decode_service.engine.outcomes import settle
-from decode_service.engine.places import RankEnvironment, RankPlace
+from decode_service.engine.places import RankEnvironment, RankPlace, allocator_variables
 from decode_service.engine.protocol import GroupInfo, RankError, RankFailure, RankPixels, RankTask
 from decode_service.engine.rank_actor import MakeWorker, RankActor
 from decode_service.errors import ConfigError
@@ -178,6 +178,10 @@ class RayGroup:
         bundles = _in_order_of_nodes(nodes, self.size)
         on_node = Counter(nodes[bundle] for bundle in bundles)
         resources = self._config.group.rank_resources()
+        # From the start of its process: glibc reads them once.
+        variables = (
+            allocator_variables(self._config.group.device, os.environ) if self._config.group.keep_freed_memory else {}
+        )
         actor_class: Any = RankActor
         actors = [
             actor_class.options(
@@ -187,6 +191,8 @@ class RayGroup:
                 # A restarted process would have lost its weights and its place in the group without anybody noticing.
                 max_restarts=0,
                 max_task_retries=0,
+                # Ray adds them to those of the deployment.
+                runtime_env={"env_vars": variables} if variables else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._placement, placement_group_bundle_index=bundle
                 ),

@@ -112,6 +112,10 @@ def test_two_processes_give_the_pixels_of_diffusers_whatever_happens_to_them(
             first = [where.pid for where in group.environments]
             assert len(set(first)) == 2
 
+            # Their allocator keeps what they free: glibc was told before it allocated anything.
+            for pid in first:
+                assert b"MALLOC_TRIM_THRESHOLD_=" in Path(f"/proc/{pid}/environ").read_bytes()
+
             # A rewrite that one of them lacks changes what they exchange, so both do without.
             assert "off on rank 1 of 2" in engine.describe()["rewrites"]["one_frame_conv2d"]["reason"]
             assert len(engine.readiness().warnings) == 1
