@@ -36,7 +36,7 @@ class RankProcess:
         self._pipe, theirs = context.Pipe()
         arguments = (theirs, str(folder), dtype_name, str(device), threads, compile_enabled)
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
-        with _environment(allocator_variables(device.type, os.environ)):
+        with environment_of_ranks(device.type):
             self._process.start()
         theirs.close()
         self.spec: ModelSpec = self._answer()
@@ -77,8 +77,9 @@ class RankProcess:
 
 
 @contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """What processes that are started meanwhile find in their environment, too."""
+def environment_of_ranks(device_type: str) -> Iterator[None]:
+    """Processes that are started meanwhile have the environment that the service gives its ranks."""
+    variables = allocator_variables(device_type, os.environ)
     os.environ.update(variables)
     try:
         yield

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.memory import peak_memory
+from benchmarks.rank_process import environment_of_ranks
 from decode_service.decoding.loading import ModelSource
 from decode_service.decoding.process_group import join_group
 from decode_service.decoding.rank import RankDecoder
@@ -76,7 +77,8 @@ class RankPool:
                 here, there = context.Pipe()
                 # daemon: should this process end without its clean-up, multiprocessing ends them.
                 process = context.Process(target=_rank_main, args=(there, rank, self.size, self._work), daemon=True)
-                process.start()
+                with environment_of_ranks(self._work.device):
+                    process.start()
                 there.close()
                 self._processes.append(process)
                 self._pipes.append(here)

@@ -40,11 +40,10 @@ from decode_client import DecodeClient
 
 from benchmarks import ROOT, models, report
 from benchmarks.models import MODELS
+from benchmarks.rank_process import RankProcess
 from benchmarks.report import Report
 from benchmarks.timing import Timing, interleave, percentile
 from decode_service.config import ServiceConfig
-from decode_service.decoding.loading import ModelSource
-from decode_service.decoding.rank import RankDecoder
 from decode_service.planning.plan import PixelFormat
 from decode_service.planning.planner import Policy, make_plan
 from local_service import LocalService, exit_on_signals, free_ports
@@ -92,14 +91,10 @@ class Served:
             ],
         }
 
-    def bare(self) -> RankDecoder:
-        """The same model in this process, as a rank of the service loads it."""
-        return RankDecoder.load(
-            ModelSource("benchmark", str(self.folder), dtype=self.dtype_name),
-            device=str(self.device),
-            threads=self.threads,
-            compile_enabled=ServiceConfig(**self.arguments()).compile_enabled(),
-        )
+    def bare(self) -> RankProcess:
+        """The same model in a process like that of a rank, loaded as a rank of the service loads it."""
+        compiled = ServiceConfig(**self.arguments()).compile_enabled()
+        return RankProcess(self.folder, self.dtype_name, self.device, self.threads, compile_enabled=compiled)
 
     @contextlib.contextmanager
     def running(self, out: Report, haproxy: bool | None) -> Iterator[str]:
@@ -116,16 +111,11 @@ class Served:
                     raise
 
 
-def bare_decode(decoder: RankDecoder, latents: np.ndarray, dtype: str) -> Callable[[], None]:
+def bare_decode(decoder: RankProcess, latents: np.ndarray, dtype: str) -> Callable[[], None]:
     """A call that decodes ``latents`` directly to pixels of ``dtype``, as the service does for a request."""
     plan = make_plan(decoder.spec, tuple(latents.shape), group_size=1, policy=Policy(), mode="direct", strict=True)
-    pixels = PixelFormat(dtype)
-    decoder.compile_alone(plan, latents, "float32")
-
-    def decode() -> None:
-        decoder.decode(plan, latents, "float32", denormalize=False, pixels=pixels)
-
-    return decode
+    decoder.prepare(plan, latents, PixelFormat(dtype), compiled=True)
+    return decoder.decode
 
 
 class Requests:
@@ -173,7 +163,7 @@ def percentiles_ms(latencies_s: Sequence[float]) -> dict[str, float]:
 
 
 def measure_overhead(
-    url: str, decoder: RankDecoder, kind: str, latents: np.ndarray, concurrency: int, rounds: int
+    url: str, decoder: RankProcess, kind: str, latents: np.ndarray, concurrency: int, rounds: int
 ) -> dict[str, Any]:
     """``concurrency`` requests at once against as many bare decodes in a row."""
     decode = bare_decode(decoder, latents, "uint8")
@@ -425,6 +415,7 @@ def measure_model(name: str, dtype_name: str, options: argparse.Namespace, devic
                 for concurrency in options.concurrency:
                     rounds = max(1, options.large_repeats // concurrency)
                     add(measure_overhead(url, decoder, "large", latents_of(options.size), concurrency, rounds))
+            decoder.close()
         if "reply" in options.parts:
             quick = Path(scratch) / "quick"
             write_quick_model(quick)
@@ -470,7 +461,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             except ValueError as error:
                 parser.error(f"--{flag.replace('_', '-')}: {error}")
     out = Report("service", options, device, options.threads)
-    out.note("bare", "RankDecoder in this process with the threads of a rank, as many decodes one after the other")
+    out.note("bare", "RankDecoder in a process like a rank's, with its threads: as many decodes one after the other")
     out.note("small", "one latent cell")
     out.note("latency", "of single requests, in milliseconds, seen by the Python client")
     for name in options.models:
