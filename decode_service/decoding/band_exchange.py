@@ -119,9 +119,20 @@ class BandExchange:
         return self.joined_with_halo([x], before, after, mode, value)
 
     def joined_with_halo(
-        self, parts: Sequence[torch.Tensor], before: int, after: int, mode: str = "constant", value: float = 0.0
+        self,
+        parts: Sequence[torch.Tensor],
+        before: int,
+        after: int,
+        mode: str = "constant",
+        value: float = 0.0,
+        *,
+        lend: bool = False,
     ) -> torch.Tensor:
-        """``with_halo`` of ``parts`` joined along their frames (dimension 2), in one copy."""
+        """``with_halo`` of ``parts`` joined along their frames (dimension 2), in one copy.
+
+        Args:
+            lend: whether the result may share memory with a band that has room, and no copy is made: it must not be written to.
+        """
         x = parts[-1]
         dim = x.dim() + self.dim
         extents = self.extents(x.shape[dim])
@@ -136,11 +147,11 @@ class BandExchange:
             shape[2] = sum(part.shape[2] for part in parts)
         shape[dim] = before + length + after
         known: RowsBeside | None = self.beside.get(x) if len(parts) == 1 and max(before, after) <= 1 else None
-        room: torch.Tensor | None = self.roomy.pop(x, None) if known is not None else None
+        room: torch.Tensor | None = self.roomy.pop(x, None) if known is not None and lend else None
         if known is not None and room is not None:
             padded, beside = room.narrow(dim, 1 - before, before + length + after), known
         else:
-            # In the layout of ``x``, which the convolution that follows then need not change.
+            # In a layout that the convolution that follows need not change.
             padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format_of(x))
             # Rows travel while the band is copied.
             finish = self.begin_rows_beside(parts, before, after) if known is None else lambda: known

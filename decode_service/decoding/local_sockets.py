@@ -102,7 +102,10 @@ class LocalSockets:
             while len(streams) < size - 1:
                 stream = cleanup.enter_context(listener.accept()[0])
                 stream.settimeout(timeout_s)
-                streams[_RANK.unpack(stream.recv(_RANK.size, socket.MSG_WAITALL))[0]] = stream
+                head = stream.recv(_RANK.size, socket.MSG_WAITALL)
+                if len(head) < _RANK.size:
+                    raise ConnectionError("a peer on this host ended while it joined")
+                streams[_RANK.unpack(head)[0]] = stream
             # All who want to connect have: the address is not needed any more, the streams are.
             return cls({peer: stream.dup() for peer, stream in streams.items()}, timeout_s)
 
@@ -207,7 +210,7 @@ class _Channel:
         """Send what goes without waiting."""
         while self._out:
             try:
-                done = self.stream.sendmsg(self._out[:_MOST_PIECES])
+                done = self.stream.sendmsg(self._out[:_MOST_PIECES], [], socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
             except OSError as error:

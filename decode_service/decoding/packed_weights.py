@@ -45,7 +45,12 @@ class _Entry:
             reorder = torch.ops.mkldnn._reorder_convolution_transpose_weight
         else:
             reorder = torch.ops.mkldnn._reorder_convolution_weight
-        packed = reorder(weight.detach(), *how, list(shape))
+        try:
+            packed = reorder(weight.detach(), *how, list(shape))
+        except RuntimeError:
+            # No kernel of oneDNN's for this shape on this machine: torch may have another.
+            self._by_shape[key] = None
+            return None
         order = _order(packed)
         if order not in self._orders and len(self._orders) < MOST_ORDERS:
             self._orders[order] = packed
@@ -147,6 +152,8 @@ def packed_convolution_transpose(
 
 def _entry_for(x: torch.Tensor, weight: torch.Tensor) -> _Entry | None:
     """What is kept of ``weight``, if it is as it was then and ``x`` of the layout that it is kept for."""
+    if not torch.backends.mkldnn.enabled:
+        return None
     entry: _Entry | None = _entries.get(weight)
     # A model that is cast up for one decode has other numbers in the same weights meanwhile.
     if entry is None or x.dtype != weight.dtype or entry.place != _place(weight):
@@ -164,5 +171,8 @@ def _order(packed: torch.Tensor) -> bytes:
 
 
 def _place(weight: torch.Tensor) -> tuple[int, torch.dtype, int]:
-    """Where ``weight`` is in memory, what it is there, and how often it was written to (inference tensors do not count)."""
+    """Where ``weight`` is in memory, what it is there, and how often it was written to.
+
+    Inference tensors do not count that, nor do writes through ``.data``, which nobody makes after loading.
+    """
     return weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version

@@ -1,6 +1,6 @@
 """Ranks that are processes: how they form a group, and how they talk in it.
 
-NCCL on CUDA. On CPUs, sockets of their own between processes of one host, and gloo between hosts. Agreements always go
+NCCL on CUDA. On CPUs, sockets of their own where all are processes of one host, and gloo otherwise. Agreements always go
 over gloo, on the CPU, so that they work when a device is out of memory.
 """
 
@@ -166,7 +166,9 @@ def join_group(
         group = dist.new_group(backend="nccl" if cuda else "gloo", timeout=timeout)
         communicator = TorchCommunicator(group, dist.new_group(backend="gloo", timeout=patience), device)
     if rank == 0:
-        transport = "NCCL" if cuda else "gloo, since they are not on one host" if sockets is None else "local sockets"
+        transport = (
+            "NCCL" if cuda else "gloo, since not all have a socket on one host" if sockets is None else "local sockets"
+        )
         logger.info("%d ranks exchange tensors by %s", size, transport)
     communicator.agree(0)
     communicator.all_gather(torch.zeros(1, device=device))

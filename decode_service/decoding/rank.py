@@ -319,8 +319,13 @@ class RankDecoder:
 
 @contextlib.contextmanager
 def _cast_up(family: Family) -> Iterator[None]:
-    """The model in float32 for the length of the context; half-precision weights and buffers come back bit by bit."""
+    """The model in float32 for the length of the context; half-precision weights and buffers come back bit by bit.
+
+    On the CPU they stay where they are meanwhile, since what was prepared of them or shares their memory is known by their place.
+    On a device there may be no room for both.
+    """
     own = {name: parameter.dtype for name, parameter in family.vae.named_parameters()}
+    places = {name: x.data for name, x in family.vae.named_parameters() if x.device.type == "cpu"}
     # Casting gives a module other buffers, and its parameters other data.
     buffers = [(module._buffers, dict(module._buffers)) for module in family.vae.modules()]
     try:
@@ -329,7 +334,7 @@ def _cast_up(family: Family) -> Iterator[None]:
         yield
     finally:
         for name, parameter in family.vae.named_parameters():
-            parameter.data = parameter.data.to(own[name])
+            parameter.data = places[name] if name in places else parameter.data.to(own[name])
         for held, before in buffers:
             held.update(before)
 

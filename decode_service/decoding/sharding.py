@@ -244,7 +244,8 @@ class ShardedFrame(BandExchange, TorchFunctionMode):
                 f"a convolution that reaches over {reach} rows with padding {own} would change the band's extent"
             )
         if own:
-            input = self.with_halo(input, paddings[index], paddings[index])
+            # Nobody but the convolution sees what it is padded to.
+            input = self.joined_with_halo([input], paddings[index], paddings[index], lend=True)
             paddings[index] = 0
         return func(input, weight, bias, strides, paddings, dilations, groups)
 
@@ -321,10 +322,14 @@ class ShardedFrame(BandExchange, TorchFunctionMode):
         mean, variance = self.merged_moments(beside.moments, input[0].numel() // num_groups)
         # The root of an overflow would be 0, and the picture without contents and finite: it must be seen to be none.
         variance = variance.masked_fill(variance.isinf(), math.nan)
-        function: Callable[..., torch.Tensor] = normalize_groups_silu if func is group_norm_silu else normalize_groups
+        activates = func is group_norm_silu
 
         def normalized(x: torch.Tensor) -> torch.Tensor:
-            return function(x, mean, variance, weight, bias, eps)
+            # The kernel for both is for channels-last memory, which a float32 band, of a decode that is cast up, has just left.
+            if activates and weight is not None and bias is not None and x.dtype != torch.float32:
+                return normalize_groups_silu(x, mean, variance, weight, bias, eps)
+            output = normalize_groups(x, mean, variance, weight, bias, eps)
+            return F.silu(output, inplace=True) if activates else output
 
         output = normalized(input)
         if rows:
@@ -382,7 +387,7 @@ class ShardedFrame(BandExchange, TorchFunctionMode):
     def _silu_of_norm(self, func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """A SiLU of what a group norm has made, and of the rows beside it."""
         beside: RowsBeside = self.beside.pop(input)
-        if is_traced(input) or (func is F.silu and (args or kwargs)):
+        if is_traced(input) or func is not silu_over:
             output: torch.Tensor = func(input, *args, **kwargs)
         else:
             # The convolution that follows needs a row on either side: with room for them the band is not copied again.

@@ -47,17 +47,22 @@ def decoded(
     layout: Layout | None = None,
     conditioning: Conditioning | None = None,
     rewrites: Collection[str] = NAMES,
+    precision: str | None = None,
     **wish: Any,
 ) -> tuple[DecodePlan, torch.Tensor]:
-    """``latents`` decoded by a group of ``ranks`` threads that share a copy of ``vae``, with the ``rewrites`` as served."""
+    """``latents`` decoded by a group of ``ranks`` threads that share a copy of ``vae``, with the ``rewrites`` as served.
+
+    With ``precision`` float32 each has a copy of its own, which it casts.
+    """
     family = family_class(type(vae).__name__)
-    vae = rewritten(vae, rewrites)
+    original, vae = vae, rewritten(vae, rewrites)
     spec = family(vae, "tiny", tiles).spec
     arrangement = arrange(spec, tuple(latents.shape), layout or Layout())
     plan = make_plan(spec, arrangement.latent_shape, group_size=ranks, policy=Policy(), mode=mode, strict=True, **wish)
 
     def work(communicator: Communicator) -> RankPart:
-        decoder = RankDecoder(family(vae, "tiny", tiles), device=CPU)
+        own = rewritten(original, rewrites) if precision == "float32" else vae
+        decoder = RankDecoder(family(own, "tiny", tiles), device=CPU)
         decoder.attach(communicator if ranks > 1 else SoloCommunicator())
         return decoder.decode(
             plan,
@@ -67,6 +72,7 @@ def decoded(
             pixels=pixels,
             arrangement=arrangement,
             conditioning=conditioning,
+            precision=precision,
         )
 
     if plan.needs_group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
@@ -18,7 +19,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanRMS_norm
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from decode_service.decoding import norm_activation, sharded_compilation
+from decode_service.decoding import norm_activation, sharded_compilation, sharding
 from decode_service.decoding.communicator import ThreadCommunicator
 from decode_service.decoding.families import FAMILIES
 from decode_service.decoding.rewrites import Activation, apply, normalization
@@ -26,6 +27,7 @@ from decode_service.decoding.rewrites.layout import layout_sites
 from decode_service.decoding.rewrites.structure import DecoderStructure
 from decode_service.decoding.sharding import ShardedFrame
 from decode_service.planning.bands import split
+from decode_service.planning.plan import PixelFormat
 from tests.decoding import models, tiny_models
 from tests.decoding import test_qwen_image21 as qwen21
 from tests.decoding.family_checks import decoded
@@ -121,6 +123,27 @@ def test_decoders_with_fused_norms_give_the_pixels_of_diffusers(fused: dict[str,
         assert plan.mode == mode and plan.ranks == ranks
         assert (pixels - expected).abs().max() < 1e-5, mode
         assert fused["fused"] - before > 10 * ranks
+
+
+def test_a_divided_decode_that_is_cast_up_asks_no_kernel_for_a_layout_that_it_has_not(
+    fused: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights in half precision are channels last, and stay so in float32, where bands are not."""
+    reference = norm_activation.normalize_groups_silu
+
+    def kernel(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        assert x.movedim(1, -1).is_contiguous(), "the kernel reads positions, with their channels side by side"
+        return reference(x, *rest)
+
+    monkeypatch.setattr(norm_activation, "normalize_groups_silu", kernel)
+    monkeypatch.setattr(sharding, "normalize_groups_silu", kernel)
+    vae, latents = MODELS["autoencoder_kl"][0]().bfloat16(), latents_of((1, 4, 6, 7))
+    with torch.inference_mode():
+        expected = copy.deepcopy(vae).float().decode(latents).sample
+    for mode, ranks in (("direct", 1), ("spatial_shard_height", 2), ("spatial_shard_width", 2)):
+        _, pixels = decoded(vae, latents, mode, ranks=ranks, precision="float32")
+        assert (pixels - expected).abs().max() < 1e-5, mode
+        decoded(vae, latents, mode, ranks=ranks, pixels=PixelFormat("float32", "model"))
 
 
 def test_no_kernel_meets_a_tensor_without_data_where_a_band_is_compiled(

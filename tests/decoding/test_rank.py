@@ -85,7 +85,7 @@ def test_a_model_that_was_cast_up_is_the_one_it_was(class_name: str, fails: bool
     def state() -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in (*vae.named_parameters(), *vae.named_buffers())}
 
-    before = state()
+    before, places = state(), {name: x.data_ptr() for name, x in vae.named_parameters()}
     with contextlib.suppress(ValueError), _cast_up(FAMILIES[class_name](vae, "tiny")):
         assert {tensor.dtype for tensor in state().values() if tensor.is_floating_point()} == {torch.float32}
         if fails:
@@ -94,6 +94,8 @@ def test_a_model_that_was_cast_up_is_the_one_it_was(class_name: str, fails: bool
     assert after.keys() == before.keys()
     for name, tensor in after.items():
         assert tensor.dtype == before[name].dtype and torch.equal(tensor, before[name]), name
+    # Where they were: what was prepared of them, or shares their memory, is known by that.
+    assert {name: x.data_ptr() for name, x in vae.named_parameters()} == places
 
 
 def test_two_threads_on_one_model_give_what_each_gives_alone(zoo: Zoo) -> None:

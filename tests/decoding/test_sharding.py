@@ -15,8 +15,10 @@ from torch import nn
 from decode_service.decoding.attention import frame_causal_attention, kernel_attention
 from decode_service.decoding.band_exchange import AXIS_DIM, UnshardableOperation
 from decode_service.decoding.communicator import Communicator
+from decode_service.decoding.norm_activation import silu_over
 from decode_service.decoding.sharding import ShardedFrame
 from decode_service.planning.bands import split
+from tests.decoding.harness import latents_of
 from tests.decoding.threads import on_ranks
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
@@ -374,3 +376,20 @@ def test_rows_beside_a_band_travel_with_the_statistics_of_its_group_norm() -> No
             return together, frame.exchanges
 
     assert on_ranks(2, work) == [(1, 2), (1, 2)]
+
+
+def test_what_padding_returns_may_be_written_to() -> None:
+    """The SiLU after a group norm leaves room for a convolution's halo; ``F.pad`` promises its caller a tensor of its own."""
+    x, weight = latents_of((1, 4, 4, 5)), latents_of((4, 4, 3, 3)) / 6
+    activated = F.silu(F.group_norm(x, 2))
+    expected, bands = F.conv2d(activated, weight, padding=1), split(4, 2)
+
+    def work(communicator: Communicator) -> torch.Tensor:
+        band = bands[communicator.rank]
+        own = x.narrow(-2, band.start, band.size)
+        with ShardedFrame(communicator, "height", bands):
+            activated = silu_over(F.group_norm(own, 2))
+            F.pad(activated, (0, 0, 1, 1)).mul_(2)
+            return F.conv2d(activated, weight, padding=1)
+
+    assert (torch.cat(on_ranks(2, work), -2) - expected).abs().max() < 1e-5

@@ -55,7 +55,8 @@ def test_an_overflow_in_float16_is_decoded_again_in_float32_in_every_mode(tiny_w
                 needs[mode] = shown["memory"]["per_rank_bytes"]
             calm = await engine.decode(job(tiny_wan.latents(2, 5, 6)))
             assert calm.plan.dtype == "float16", "the next request is decoded as configured"
-        async with serving(tiny_wan.config(policy=TILES)) as engine:
+        # Weights in half precision of this kind are not kept in the order of their kernels, so for a comparison these are not either.
+        async with serving(tiny_wan.config(policy=TILES, rewrites={"packed_weights": False})) as engine:
             for mode in MODES:
                 plan = engine.plan(latents.shape, mode=mode, pixels=FLOAT)
                 assert plan.memory is not None and plan.memory.per_rank_bytes == pytest.approx(needs[mode], rel=0.05)

@@ -80,6 +80,8 @@ def packing_sites(decoder: nn.Module, structure: DecoderStructure) -> Iterator[S
         if not isinstance(module, (nn.Conv2d, nn.Conv3d)) or isinstance(module.padding, str):
             continue
         weight = module.get_parameter("weight")
+        if type(module)._conv_forward not in (nn.Conv2d._conv_forward, nn.Conv3d._conv_forward):
+            continue
         if module.groups == 1 and module.padding_mode == "zeros" and can_be_packed(weight):
             yield _PackingSite(weight, module, channels_last=last)
     for prepared in prepared_weights(decoder):
