@@ -32,9 +32,6 @@ from decode_service.planning.layouts import Arrangement
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.spec import ModelSpec, StrideTiles
 
-#: Its errors are those of the attempts, so they are found here, too.
-__all__ = ["NOT_MEASURED", "PeerFailedError", "RankDecoder", "RankOutOfMemoryError", "RankPart"]
-
 NOT_MEASURED = ConvolutionChoice(None, True, "not measured: on CUDA alone")
 
 

@@ -8,10 +8,10 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from decode_service.decoding.attempt import PeerFailedError, RankOutOfMemoryError
 from decode_service.decoding.communicator import CommunicatorAborted
 from decode_service.decoding.compilation import CompileFailedError
 from decode_service.decoding.memory import is_out_of_memory
-from decode_service.decoding.rank import PeerFailedError, RankOutOfMemoryError
 from decode_service.engine.protocol import RankErrorKind, RankFailure
 from decode_service.errors import ConfigError
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from benchmarks.memory import peak_memory
+from decode_service.decoding.attempt import PeerFailedError, RankOutOfMemoryError
 from decode_service.decoding.communicator import Communicator
 from decode_service.decoding.families import FAMILIES
 from decode_service.decoding.loading import ModelSource, load_family
-from decode_service.decoding.rank import PeerFailedError, RankDecoder, RankOutOfMemoryError, RankPart, _cast_up
+from decode_service.decoding.rank import RankDecoder, RankPart, _cast_up
 from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import Policy, make_plan
 from tests.decoding.conftest import Zoo

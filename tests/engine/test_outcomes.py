@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from decode_service.decoding.attempt import PeerFailedError, RankOutOfMemoryError
 from decode_service.decoding.communicator import CommunicatorAborted
 from decode_service.decoding.compilation import CompileFailedError
-from decode_service.decoding.rank import PeerFailedError, RankOutOfMemoryError
 from decode_service.engine.failures import describe_failure, kind_of
 from decode_service.engine.outcomes import settle
 from decode_service.engine.protocol import RankError, RankErrorKind
