@@ -22,13 +22,12 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from decode_service.decoding.communicator import CommunicatorAborted
+from decode_service.decoding.communicator import CommunicatorAborted, Messages
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ class LocalSockets:
             # All who want to connect have: the address is not needed any more, the streams are.
             return cls({peer: stream.dup() for peer, stream in streams.items()}, timeout_s)
 
-    def begin(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def begin(self, sends: Messages, receives: Messages) -> None:
         """Begin an exchange, and send as much as goes without waiting; see ``Communicator.begin_exchange``.
 
         Raises:

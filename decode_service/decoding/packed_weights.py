@@ -36,7 +36,7 @@ class _Entry:
 
     def packed(self, weight: torch.Tensor, shape: Sequence[int], how: tuple[Any, ...]) -> torch.Tensor | None:
         """``weight`` in the order that the kernel for an operand of this shape reads; None for one order too many."""
-        key = (tuple(shape), str(how))
+        key = (tuple(shape), how)
         try:
             return self._by_shape[key]
         except KeyError:
@@ -117,7 +117,7 @@ def packed_convolution(
     entry = _entry_for(x, weight)
     if entry is None or groups != 1:
         return None
-    how = (list(padding), list(stride), list(dilation), groups)
+    how = (tuple(padding), tuple(stride), tuple(dilation), groups)
     packed = entry.packed(weight, x.shape, how)
     if packed is None:
         return None
@@ -140,8 +140,8 @@ def packed_convolution_transpose(
     entry = _entry_for(x, weight)
     if entry is None:
         return None
-    zeros, ones = [0] * len(stride), [1] * len(stride)
-    how = (list(padding), zeros, list(stride), ones, 1)
+    zeros, ones = (0,) * len(stride), (1,) * len(stride)
+    how = (tuple(padding), zeros, tuple(stride), ones, 1)
     packed = entry.packed(weight, x.shape, how)
     if packed is None:
         return None

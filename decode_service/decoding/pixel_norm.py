@@ -37,8 +37,8 @@ def pixel_rms_norm(x: torch.Tensor, scale: float, gamma_C: torch.Tensor) -> torc
     if x.dtype == torch.float32 and (x.is_contiguous() or not x.is_contiguous(memory_format=last)):
         # float32 decoders keep that layout, whose convolutions round better; what upsampling in time has turned comes back to it.
         x = x.contiguous()
-        # Its norm over channels, a kernel for any exponent, takes three times as long as
-        # squares and their sum. A factor for each position instead of one for each channel rounds better.
+        # The norm over channels, a kernel for any exponent, takes three times as long as squares and their sum. A factor for
+        # each position instead of one for each channel rounds better.
         norms = x.square().sum(1, keepdim=True).sqrt_().clamp_min_(EPSILON)
         return x.div(norms.div_(scale)).mul_(gamma_C.view(-1, *[1] * (x.dim() - 2)))
     rows_last = x.movedim(1, -1).contiguous()
