@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from decode_service.decoding.overridable import overridable
+
 # B batch, N heads, T frames, S tokens of one frame, D head channels, P positions of the frame (B x H x W), K keys (or frames
 # of keys), Q queries, H height, W width, E = D + 1.
 
@@ -103,6 +105,7 @@ def attention_in_blocks(
 MAX_POSITIONS = 2**15
 
 
+@overridable
 def attention_over_time(query_PNTD: torch.Tensor, key_PNKD: torch.Tensor, value_PNKD: torch.Tensor) -> torch.Tensor:
     """Attention over the frames of each position by itself, causal; shape of ``query_PNTD``.
 
@@ -110,8 +113,6 @@ def attention_over_time(query_PNTD: torch.Tensor, key_PNKD: torch.Tensor, value_
     so ``ShardedFrame`` leaves this function as it is: a band has all that its positions need.
     """
     arguments = (query_PNTD, key_PNKD, value_PNKD)
-    if torch.overrides.has_torch_function(arguments):
-        return torch.overrides.handle_torch_function(attention_over_time, arguments, *arguments)
     frames, keys = query_PNTD.shape[2], key_PNKD.shape[2]
     mask_TK = None
     if frames > 1:
@@ -123,6 +124,7 @@ def attention_over_time(query_PNTD: torch.Tensor, key_PNKD: torch.Tensor, value_
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
+@overridable
 def frame_causal_attention(
     query_BNTSD: torch.Tensor, key_BNTSD: torch.Tensor, value_BNTSD: torch.Tensor
 ) -> torch.Tensor:
@@ -132,9 +134,6 @@ def frame_causal_attention(
     the frame keeps its own queries and sees the keys of all bands. ``ShardedFrame`` reinterprets this function as a whole,
     so that keys and values travel once and not once per frame.
     """
-    arguments = (query_BNTSD, key_BNTSD, value_BNTSD)
-    if torch.overrides.has_torch_function(arguments):
-        return torch.overrides.handle_torch_function(frame_causal_attention, arguments, *arguments)
     outputs = []
     for t in range(query_BNTSD.shape[2]):
         key = key_BNTSD[:, :, : t + 1].flatten(2, 3)
@@ -143,6 +142,7 @@ def frame_causal_attention(
     return torch.stack(outputs, dim=2)
 
 
+@overridable
 def kernel_attention(
     query_BNDHW: torch.Tensor, key_BNDHW: torch.Tensor, value_BNDHW: torch.Tensor, eps: float
 ) -> torch.Tensor:
@@ -161,9 +161,6 @@ def kernel_attention(
     Returns:
         (B,N,D,H,W), in float32 where it went by sums.
     """
-    arguments = (query_BNDHW, key_BNDHW, value_BNDHW)
-    if torch.overrides.has_torch_function(arguments):
-        return torch.overrides.handle_torch_function(kernel_attention, arguments, *arguments, eps)
     channels, height, width = query_BNDHW.shape[2:]
     if goes_by_sums(height * width, channels):
         return attend_by_sums(query_BNDHW, key_value_sums(key_BNDHW, value_BNDHW), eps)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from decode_service.decoding.dense_convolution import dense_conv2d, dense_conv3d
+from decode_service.decoding.overridable import overridable
 
 # B batch, C channels, T frames, H height, W width, O output channels.
 
 
+@overridable
 def causal_conv3d(
     parts_BCTHW: Sequence[torch.Tensor],
     weight_OCTHW: torch.Tensor,
@@ -31,10 +33,6 @@ def causal_conv3d(
         padding: in time, height and width; in time it is zero.
     """
     parts = list(parts_BCTHW)
-    if torch.overrides.has_torch_function(parts):
-        return torch.overrides.handle_torch_function(
-            causal_conv3d, parts, parts, weight_OCTHW, flat_weight, bias_O, stride, padding, dilation, groups
-        )
     if flat_weight is None:
         x_BCTHW = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
         return dense_conv3d(x_BCTHW, weight_OCTHW, bias_O, stride, padding, dilation, groups)

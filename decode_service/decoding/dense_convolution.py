@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from decode_service.decoding.overridable import overridable
 from decode_service.decoding.packed_weights import packed_convolution, packed_convolution_transpose
 from decode_service.decoding.tracing import is_traced
 
@@ -22,6 +23,7 @@ _SLOW_UP_TO = 20480
 _TINY = 2048
 
 
+@overridable
 def dense_conv2d(
     x_BCHW: torch.Tensor,
     weight_OCHW: torch.Tensor,
@@ -32,10 +34,6 @@ def dense_conv2d(
     groups: int,
 ) -> torch.Tensor:
     """``F.conv2d``; under the halo rule it means what that means."""
-    if torch.overrides.has_torch_function((x_BCHW,)):
-        return torch.overrides.handle_torch_function(
-            dense_conv2d, (x_BCHW,), x_BCHW, weight_OCHW, bias_O, stride, padding, dilation, groups
-        )
     if x_BCHW.device.type == "cpu" and not is_traced(x_BCHW):
         output = packed_convolution(x_BCHW, weight_OCHW, bias_O, stride, padding, dilation, groups)
         if output is not None:
@@ -43,6 +41,7 @@ def dense_conv2d(
     return F.conv2d(x_BCHW, weight_OCHW, bias_O, stride, padding, dilation, groups)
 
 
+@overridable
 def dense_conv3d(
     x_BCTHW: torch.Tensor,
     weight_OCTHW: torch.Tensor,
@@ -53,10 +52,6 @@ def dense_conv3d(
     groups: int,
 ) -> torch.Tensor:
     """``F.conv3d``; under the halo rule it means what that means."""
-    if torch.overrides.has_torch_function((x_BCTHW,)):
-        return torch.overrides.handle_torch_function(
-            dense_conv3d, (x_BCTHW,), x_BCTHW, weight_OCTHW, bias_O, stride, padding, dilation, groups
-        )
     if x_BCTHW.device.type == "cpu" and not is_traced(x_BCTHW):
         output = packed_convolution(x_BCTHW, weight_OCTHW, bias_O, stride, padding, dilation, groups)
         if output is None and x_BCTHW.dtype == torch.float32 and _is_slow(x_BCTHW, weight_OCTHW):
@@ -68,6 +63,7 @@ def dense_conv3d(
     return F.conv3d(x_BCTHW, weight_OCTHW, bias_O, stride, padding, dilation, groups)
 
 
+@overridable
 def dense_conv_transpose2d(
     x_BCHW: torch.Tensor,
     weight_COHW: torch.Tensor,
@@ -76,10 +72,6 @@ def dense_conv_transpose2d(
     padding: Sequence[int],
 ) -> torch.Tensor:
     """``F.conv_transpose2d``; under the halo rule it means what that means."""
-    if torch.overrides.has_torch_function((x_BCHW,)):
-        return torch.overrides.handle_torch_function(
-            dense_conv_transpose2d, (x_BCHW,), x_BCHW, weight_COHW, bias_O, stride, padding
-        )
     if x_BCHW.device.type == "cpu" and not is_traced(x_BCHW):
         output = packed_convolution_transpose(x_BCHW, weight_COHW, bias_O, stride, padding)
         if output is not None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from decode_service.decoding.group_norm import group_moments
+from decode_service.decoding.overridable import overridable
 from decode_service.decoding.pixel_norm import EPSILON
 from decode_service.decoding.tracing import is_traced
 
@@ -29,13 +30,13 @@ def fuses(x: torch.Tensor) -> bool:
     )
 
 
+@overridable
 def silu_over(x: torch.Tensor) -> torch.Tensor:
     """``silu(x)``, written over ``x`` or, under the halo rule, to where the convolution after it wants it: ``x`` is gone."""
-    if torch.overrides.has_torch_function((x,)):
-        return torch.overrides.handle_torch_function(silu_over, (x,), x)
     return F.silu(x, inplace=True)
 
 
+@overridable
 def rms_norm_silu(x: torch.Tensor, scale: float, gamma_C: torch.Tensor) -> torch.Tensor:
     """``silu(F.normalize(x, dim=1) * scale * gamma)``, computed in float32 and rounded once.
 
@@ -47,8 +48,6 @@ def rms_norm_silu(x: torch.Tensor, scale: float, gamma_C: torch.Tensor) -> torch
     Returns:
         A new tensor of the shape, dtype and layout of ``x``.
     """
-    if torch.overrides.has_torch_function((x,)):
-        return torch.overrides.handle_torch_function(rms_norm_silu, (x,), x, scale, gamma_C)
     if x.device.type == "cuda":
         # Here, because nothing but this needs Triton, which is no part of torch for the CPU.
         from decode_service.decoding import triton_kernels
@@ -58,12 +57,11 @@ def rms_norm_silu(x: torch.Tensor, scale: float, gamma_C: torch.Tensor) -> torch
     return F.silu(F.normalize(x.float(), dim=1, eps=EPSILON).mul_(factor), inplace=True).to(x.dtype)
 
 
+@overridable
 def group_norm_silu(
     x: torch.Tensor, groups: int, weight_C: torch.Tensor, bias_C: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """``silu(F.group_norm(x, groups, weight, bias, eps))`` of ``x`` (B,C,...) that ``fuses``; under the halo rule of all bands."""
-    if torch.overrides.has_torch_function((x,)):
-        return torch.overrides.handle_torch_function(group_norm_silu, (x,), x, groups, weight_C, bias_C, eps)
     return normalize_groups_silu(x, *group_moments(x, groups), weight_C, bias_C, eps)
 
 

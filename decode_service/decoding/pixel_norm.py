@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from decode_service.decoding.overridable import overridable
 from decode_service.decoding.tracing import is_traced
 
 # B batch, C channels, N positions (batch, frames, rows and columns).
@@ -19,6 +20,7 @@ from decode_service.decoding.tracing import is_traced
 EPSILON = 1e-12
 
 
+@overridable
 def pixel_rms_norm(x: torch.Tensor, scale: float, gamma_C: torch.Tensor) -> torch.Tensor:
     """``F.normalize(x, dim=1) * scale * gamma``.
 
@@ -31,8 +33,6 @@ def pixel_rms_norm(x: torch.Tensor, scale: float, gamma_C: torch.Tensor) -> torc
         A new tensor of the shape and dtype of ``x``, in memory channels last, or contiguous in float32 unless ``x`` is channels last.
         Nothing else holds it, so that an activation may write over it.
     """
-    if torch.overrides.has_torch_function((x,)):
-        return torch.overrides.handle_torch_function(pixel_rms_norm, (x,), x, scale, gamma_C)
     last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
     if x.dtype == torch.float32 and (x.is_contiguous() or not x.is_contiguous(memory_format=last)):
         # float32 decoders keep that layout, whose convolutions round better; what upsampling in time has turned comes back to it.
