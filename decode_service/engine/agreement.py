@@ -20,41 +20,47 @@ MAY_DIFFER = ("channels_last", "norm_activation", "packed_weights", "residual")
 Load = Callable[[frozenset[str]], Awaitable[Sequence[GroupInfo]]]
 
 
-async def load_alike(load: Load) -> GroupInfo:
-    """Load the model on all ranks, and once more without the rewrites on which they must agree and do not.
+class Agreement:
+    """What the ranks of one group have agreed on; ranks that are started anew later begin with it."""
 
-    Args:
-        load: loads it on every rank without the rewrites that it is given, and returns what each rank says.
+    def __init__(self) -> None:
+        # By name, where each rewrite that all do without could not run.
+        self._without: dict[str, str] = {}
 
-    Returns:
-        what rank 0 says, with warnings of what differs.
-    """
-    without: dict[str, str] = {}
-    while True:
-        ranks = await load(frozenset(without))
-        differing = {name: where for name, where in _off_on_some(ranks).items() if name not in without}
-        must_agree = {name: where for name, where in differing.items() if name not in MAY_DIFFER}
-        if not must_agree:
-            break
-        # Every round leaves more of them off, on all ranks, so there is a last one.
-        without |= must_agree
-    warnings = []
-    if without:
-        warnings.append(
-            "rewrites are left off on all ranks, because not all can run them and they change what ranks exchange: "
-            + _listed(without)
-        )
-    if differing:
-        warnings.append(
-            "the ranks run different rewrites, so that their pixels may differ in rounding and decodes that they share take "
-            f"as long as the slowest: {_listed(differing)}"
-        )
-    description = dict(ranks[0].description)
-    description["rewrites"] = {
-        name: {**rewrite, "reason": f"{name} is {without[name]}"} if name in without else rewrite
-        for name, rewrite in description["rewrites"].items()
-    }
-    return GroupInfo(ranks[0].spec, description, tuple(warnings))
+    async def load(self, load: Load) -> GroupInfo:
+        """Load the model on all ranks, and once more without the rewrites on which they must agree and do not.
+
+        Args:
+            load: loads it on every rank without the rewrites that it is given, and returns what each rank says.
+
+        Returns:
+            what rank 0 says, with warnings of what differs.
+        """
+        while True:
+            ranks = await load(frozenset(self._without))
+            differing = {name: where for name, where in _off_on_some(ranks).items() if name not in self._without}
+            must_agree = {name: where for name, where in differing.items() if name not in MAY_DIFFER}
+            if not must_agree:
+                break
+            # Every round leaves more of them off, on all ranks, so there is a last one.
+            self._without |= must_agree
+        warnings = []
+        if self._without:
+            warnings.append(
+                "rewrites are left off on all ranks, because not all can run them and they change what ranks exchange: "
+                + _listed(self._without)
+            )
+        if differing:
+            warnings.append(
+                "the ranks run different rewrites, so that their pixels may differ in rounding and decodes that they share "
+                f"take as long as the slowest: {_listed(differing)}"
+            )
+        description = dict(ranks[0].description)
+        description["rewrites"] = {
+            name: {**rewrite, "reason": f"{name} is {self._without[name]}"} if name in self._without else rewrite
+            for name, rewrite in description["rewrites"].items()
+        }
+        return GroupInfo(ranks[0].spec, description, tuple(warnings))
 
 
 def _off_on_some(ranks: Sequence[GroupInfo]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from decode_client.wire import WireTensor
 
 from decode_service.config import ServiceConfig
 from decode_service.decoding.communicator import ThreadCommunicator
-from decode_service.engine.agreement import load_alike
+from decode_service.engine.agreement import Agreement
 from decode_service.engine.failures import describe_failure
 from decode_service.engine.outcomes import settle
 from decode_service.engine.places import RankPlace
@@ -45,6 +45,7 @@ class LocalGroup:
         self._compile = config.compile_enabled()
         self._workers: list[RankWorker] = []
         self._threads: list[ThreadPoolExecutor] = []
+        self._agreement = Agreement()
 
     @property
     def size(self) -> int:
@@ -63,7 +64,7 @@ class LocalGroup:
                 for rank in range(self.size)
             ]
 
-        info = await load_alike(load)
+        info = await self._agreement.load(load)
         self._join()
         return info
 
@@ -95,7 +96,8 @@ class LocalGroup:
         """Join the ranks anew, with new threads and decoders where one is stuck; see ``RankGroup``."""
         if error.needs_new_processes:
             await self.close()
-            await self.start()
+            for warning in (await self.start()).warnings:
+                logger.warning("after the group was started anew: %s", warning)
         else:
             self._join()
 

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from decode_service.config import ServiceConfig
-from decode_service.engine.agreement import load_alike
+from decode_service.engine.agreement import Agreement
 from decode_service.engine.outcomes import settle
 from decode_service.engine.places import RankEnvironment, RankPlace, allocator_variables
 from decode_service.engine.protocol import GroupInfo, RankError, RankFailure, RankPixels, RankTask
@@ -64,6 +64,7 @@ class RayGroup:
         self._ranks: list[_Rank] = []
         self._store_address: tuple[str, int] | None = None
         self._generation = 0
+        self._agreement = Agreement()
 
     @property
     def size(self) -> int:
@@ -132,7 +133,8 @@ class RayGroup:
             return
         # All of them: survivors of a broken NCCL communicator can sit in a kernel that nothing ends.
         await self._kill_all()
-        await self.start()
+        for warning in (await self.start()).warnings:
+            logger.warning("after the group was started anew: %s", warning)
 
     async def set_compile(self, enabled: bool, reason: str) -> None:
         """Switch compilation off on all ranks; see ``RankGroup``."""
@@ -214,7 +216,7 @@ class RayGroup:
                 limit_s=self._config.group.start_timeout_s,
             )
 
-        return await load_alike(load)
+        return await self._agreement.load(load)
 
     async def _join(self) -> None:
         assert self._store_address is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from decode_service.engine.agreement import MAY_DIFFER
 from decode_service.engine.engine import DecodeEngine
 from decode_service.engine.local_group import LocalGroup
 from decode_service.engine.places import RankPlace
-from decode_service.engine.protocol import RankTask
+from decode_service.engine.protocol import GroupInfo, RankError, RankTask
 from decode_service.engine.rank_worker import RankWorker
 from decode_service.errors import (
     GroupFailedError,
@@ -132,6 +132,37 @@ def test_ranks_may_differ_in_other_rewrites_and_say_so(
         await engine.close()
 
     run(test)
+
+
+def test_ranks_that_are_started_anew_begin_with_what_was_agreed(
+    tiny_wan: TinyWan, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded: list[frozenset[str]] = []
+
+    class Watched(RankWorker):
+        def load(
+            self, compile_enabled: bool, measure: bool = True, without: Collection[str] = frozenset()
+        ) -> GroupInfo:
+            loaded.append(frozenset(without))
+            return super().load(compile_enabled, measure, without)
+
+    def make_worker(config: ServiceConfig, place: RankPlace) -> RankWorker:
+        off = RewritesConfig(one_frame_conv2d=place.rank != 1)
+        return Watched(config.model_copy(update={"rewrites": off}), place)
+
+    async def test() -> None:
+        group = LocalGroup(tiny_wan.config(), make_worker)
+        await group.start()
+        without = frozenset({"one_frame_conv2d"})
+        assert loaded == [frozenset(), frozenset(), without, without]
+        loaded.clear()
+        await group.recover(RankError("died", 1, "gone", lost=(1,)))
+        assert loaded == [without, without]
+        await group.close()
+
+    with caplog.at_level(logging.WARNING, "decode_service.engine"):
+        run(test)
+    assert "after the group was started anew: rewrites are left off on all ranks" in caplog.text
 
 
 def test_warm_up_takes_the_ordinary_path_on_every_rank(tiny_wan: TinyWan, faults: Faults) -> None:
