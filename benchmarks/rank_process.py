@@ -70,7 +70,11 @@ class RankProcess:
         return self._answer()
 
     def _answer(self) -> Any:
-        outcome, problem = self._pipe.recv()
+        try:
+            outcome, problem = self._pipe.recv()
+        except EOFError:
+            self._process.join(timeout=10)
+            raise RuntimeError(f"the rank died with exit status {self._process.exitcode}") from None
         if problem:
             raise RuntimeError(f"the rank failed:\n{problem}")
         return outcome

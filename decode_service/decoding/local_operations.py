@@ -1,7 +1,7 @@
 """The functions that are exact on one band of a frame as they stand: the allow-list of ``sharding``.
 
 A function belongs here if it acts on each position by itself, or only moves or makes elements, whatever its arguments. One
-that does so for some arguments has a handler in ``sharding`` that looks at them; everything else is refused there.
+that does so for some arguments is in ``conditional_operations``, which looks at them; everything else is refused by ``sharding``.
 """
 
 from __future__ import annotations

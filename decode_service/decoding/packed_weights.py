@@ -8,11 +8,14 @@ Most shapes have an order in common, which is then kept once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16)
 #: Elements below which a weight is put in order in no time.
@@ -47,8 +50,9 @@ class _Entry:
             reorder = torch.ops.mkldnn._reorder_convolution_weight
         try:
             packed = reorder(weight.detach(), *how, list(shape))
-        except RuntimeError:
+        except RuntimeError as error:
             # No kernel of oneDNN's for this shape on this machine: torch may have another.
+            logger.warning("a weight %s is not kept for operands %s: %s", list(weight.shape), list(shape), error)
             self._by_shape[key] = None
             return None
         order = _order(packed)

@@ -38,7 +38,6 @@ from decode_service.decoding.attention import (
     key_value_sums,
 )
 from decode_service.decoding.band_exchange import (
-    BandExchange,
     RowsBeside,
     TensorMap,
     UnshardableOperation,
@@ -46,11 +45,11 @@ from decode_service.decoding.band_exchange import (
 )
 from decode_service.decoding.causal_conv3d import causal_conv3d
 from decode_service.decoding.communicator import Communicator
+from decode_service.decoding.conditional_operations import CONDITIONAL, BandOperations, name_of
 from decode_service.decoding.dense_convolution import dense_conv2d, dense_conv3d, dense_conv_transpose2d
 from decode_service.decoding.group_norm import group_moments, normalize_groups
 from decode_service.decoding.local_operations import LOCAL, POINTWISE, QUERIES
-from decode_service.decoding.norm_activation import group_norm_silu, normalize_groups_silu, rms_norm_silu, silu_over
-from decode_service.decoding.pixel_norm import pixel_rms_norm
+from decode_service.decoding.norm_activation import group_norm_silu, normalize_groups_silu, silu_over
 from decode_service.decoding.tracing import is_traced
 from decode_service.planning.bands import Band
 
@@ -63,21 +62,16 @@ _active = threading.local()
 Marks = tuple[int, bool, bool]
 
 
-class ShardedFrame(BandExchange, TorchFunctionMode):
+class ShardedFrame(BandOperations, TorchFunctionMode):
     """While active in this thread, tensors hold one band of the frame and operations see their neighbours.
 
     Arguments and attributes are those of ``BandExchange``.
     """
 
     def __init__(self, communicator: Communicator, axis: str, bands: Sequence[Band]) -> None:
-        BandExchange.__init__(self, communicator, axis, bands)
+        BandOperations.__init__(self, communicator, axis, bands)
         TorchFunctionMode.__init__(self)
         self._shared_tokens = 0
-        # Outputs of F.pad that carry halo rows, and how many: a convolution without padding of its own is right on
-        # these and wrong on everything else.
-        self._halos = TensorMap()
-        # Bands whose channels were moved to the end, (B,H,W,C) or (B,T,H,W,C), for a norm over the last dimension.
-        self._channels_last = TensorMap()
         # Tensors made from numbers alone, the same on every rank.
         self._constants = TensorMap()
 
@@ -159,10 +153,10 @@ class ShardedFrame(BandExchange, TorchFunctionMode):
         handler = _HANDLERS.get(func)
         if handler is None:
             raise UnshardableOperation(
-                f"{_name(func)} is not known to be exact on one band of a frame; decode this model with mode direct or tile"
+                f"{name_of(func)} is not known to be exact on one band of a frame; decode this model with mode direct or tile"
             )
         if self._channels_last and func not in _CHANNELS_LAST and any(map(self._is_channels_last, args)):
-            raise UnshardableOperation(f"{_name(func)} is not covered while channels are the last dimension")
+            raise UnshardableOperation(f"{name_of(func)} is not covered while channels are the last dimension")
         return handler(self, func, *args, **kwargs)
 
     def _is_constant(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -177,7 +171,9 @@ class ShardedFrame(BandExchange, TorchFunctionMode):
         if not constants:
             return False
         if func not in _OF_CONSTANTS:
-            raise UnshardableOperation(f"{_name(func)} of numbers that may count positions of the frame is not covered")
+            raise UnshardableOperation(
+                f"{name_of(func)} of numbers that may count positions of the frame is not covered"
+            )
         if func in _CASTS:
             return tensors[0] in self._constants
         # Weights have up to two dimensions that matter; tokens have three, bands four and more.
@@ -188,7 +184,7 @@ class ShardedFrame(BandExchange, TorchFunctionMode):
                 varying = [dim for dim in range(-x.dim(), 0) if x.shape[dim] != 1 and dim not in free]
                 if varying or self._is_channels_last(band):
                     raise UnshardableOperation(
-                        f"{_name(func)} of a band {list(band.shape)} and numbers {list(x.shape)} that may count its positions"
+                        f"{name_of(func)} of a band {list(band.shape)} and numbers {list(x.shape)} that may count its positions"
                     )
         return not bands
 
@@ -400,207 +396,6 @@ class ShardedFrame(BandExchange, TorchFunctionMode):
         self.beside[output] = beside.each(F.silu)
         return output
 
-    # Functions that are local for some arguments only
-
-    def _carry_halo(self, source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """``result``, remembered to hold the halo of ``source``: for functions that leave the sharded axis alone.
-
-        Decoders cut a padded clip into shorter ones before they convolve it; each part still has its neighbours' rows.
-        """
-        halo = self._halos.get(source, 0)
-        if halo and result is not source:
-            self._halos[result] = halo
-        return result
-
-    def _is_axis(self, x: torch.Tensor, dim: int) -> bool:
-        """Whether ``dim`` of ``x`` is the sharded axis, as far as the number of dimensions tells."""
-        return dim % x.dim() == x.dim() + self.dim
-
-    def _chunk(self, func: Callable[..., Any], input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[Any, ...]:
-        parts = func(input, chunks, dim)
-        return parts if self._is_axis(input, dim) else tuple(self._carry_halo(input, part) for part in parts)
-
-    def _cat(
-        self, func: Callable[..., Any], tensors: Sequence[torch.Tensor], dim: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
-        joined: torch.Tensor = func(tensors, dim, **kwargs)
-        halos = {self._halos.get(x, 0) for x in tensors}
-        if len(halos) == 1 and not self._is_axis(joined, dim):
-            return self._carry_halo(tensors[0], joined)
-        return joined
-
-    def _interpolate(
-        self,
-        func: Callable[..., Any],
-        input: torch.Tensor,
-        size: Any = None,
-        scale_factor: Any = None,
-        mode: str = "nearest",
-        align_corners: bool | None = None,
-        recompute_scale_factor: bool | None = None,
-        antialias: bool = False,
-    ) -> torch.Tensor:
-        spatial = input.dim() - 2
-        index = spatial + self.dim
-        if index < 0:
-            raise UnshardableOperation("resizing a sequence has no sharded axis of its own")
-        if size is None:
-            factors = scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor] * spatial
-            factor = float(factors[index] or 0.0)
-        elif isinstance(size, torch.Size):
-            # The extents of another band. A size given as numbers would be that of the frame, and wrong on every band.
-            factor = size[index] / input.shape[input.dim() + self.dim]
-            self.extents(size[index])
-        else:
-            factor = 0.0
-        # Along the other axes every mode is local. Along this one nearest is, for the whole factors whose reciprocal is
-        # exact: others may round to the row before, depending on where in the frame a band begins.
-        nearest = mode in ("nearest", "nearest-exact") and factor.is_integer() and factor >= 1
-        exact = nearest and (size is None or int(factor) & (int(factor) - 1) == 0)
-        if not exact and not (factor == 1.0 and mode in ("linear", "bilinear", "trilinear")):
-            raise UnshardableOperation(f"{mode} resizing to {size or scale_factor} mixes rows of neighbouring bands")
-        return func(
-            input,
-            size=size,
-            scale_factor=scale_factor,
-            mode=mode,
-            align_corners=align_corners,
-            recompute_scale_factor=recompute_scale_factor,
-            antialias=antialias,
-        )
-
-    def _normalize(
-        self,
-        func: Callable[..., Any],
-        input: torch.Tensor,
-        p: float = 2.0,
-        dim: int = 1,
-        eps: float = 1e-12,
-        out: Any = None,
-    ) -> torch.Tensor:
-        tokens = input.dim() == 3 and dim in (-1, 2)
-        bands = input.dim() >= 4 and dim == 1
-        if not tokens and not bands:
-            raise UnshardableOperation(f"normalizing over dimension {dim} is local only over channels")
-        return func(input, p=p, dim=dim, eps=eps)
-
-    def _pixel_rms_norm(
-        self, func: Callable[..., Any], x: torch.Tensor, scale: float, gamma_C: torch.Tensor
-    ) -> torch.Tensor:
-        if x.dim() < 4:
-            raise UnshardableOperation(f"an RMS norm over dimension 1 of {x.dim()}-D tokens may run over positions")
-        return func(x, scale, gamma_C)
-
-    def _linear(
-        self, func: Callable[..., Any], input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Weights of the model have the frame's extents or none: on the sharded axis they would not fit a band.
-
-        So a linear layer that accepts a band acts on another dimension. Of a tensor computed meanwhile that is not known.
-        """
-        if input.dim() > 3 and not isinstance(weight, torch.nn.Parameter) and not self._is_channels_last(input):
-            raise UnshardableOperation(f"a product of {input.dim()}-D bands may run over the sharded axis")
-        return func(input, weight, bias)
-
-    def _last_dim(self, func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Functions of the last dimension: channels for tokens (B,S,C), or where they were moved there, else the width."""
-        if input.dim() > 3 and not self._is_channels_last(input):
-            raise UnshardableOperation(f"{_name(func)} on {input.dim()}-D bands may run over the sharded axis")
-        return func(input, *args, **kwargs)
-
-    def _mean(
-        self, func: Callable[..., Any], input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        tokens = input.dim() == 3
-        channels = input.dim() - 1 if tokens or self._is_channels_last(input) else 1
-        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-        if input.dim() < 3 or any(d is None or d % input.dim() != channels for d in dims):
-            raise UnshardableOperation(
-                f"a mean over dimension {dim} of {input.dim()}-D bands is local only over channels"
-            )
-        output = func(input, dim, *args, **kwargs)
-        if self._is_channels_last(input) and output.dim() == input.dim():
-            self._channels_last[output] = True
-        return output
-
-    def _movedim(self, func: Callable[..., Any], input: torch.Tensor, source: int, destination: int) -> torch.Tensor:
-        output = func(input, source, destination)
-        if input.dim() >= 4 and not self._is_channels_last(input) and source == 1 and destination == -1:
-            self._channels_last[output] = True
-        return output
-
-    def _is_channels_last(self, x: Any) -> bool:
-        return isinstance(x, torch.Tensor) and x in self._channels_last
-
-    def _repeat(self, func: Callable[..., Any], input: torch.Tensor, *sizes: Any, **kwargs: Any) -> torch.Tensor:
-        repeats = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-        if input.dim() < 4 or kwargs or repeats[self.dim] != 1:
-            raise UnshardableOperation(f"repeating {input.dim()}-D bands by {list(repeats)} is not covered")
-        return func(input, *sizes)
-
-    def _batch_norm(
-        self,
-        func: Callable[..., Any],
-        input: torch.Tensor,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        weight: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> torch.Tensor:
-        if training:
-            raise UnshardableOperation("batch norm takes statistics of its input here; put the model in eval mode")
-        return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-    def _dropout(
-        self,
-        func: Callable[..., Any],
-        input: torch.Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-    ) -> torch.Tensor:
-        if training and p:
-            raise UnshardableOperation("dropout draws different numbers on every rank; put the model in eval mode")
-        return input
-
-    def _getitem(self, func: Callable[..., Any], x: torch.Tensor, index: Any) -> torch.Tensor:
-        entries = index if isinstance(index, tuple) else (index,)
-        # None adds a dimension, and a tensor may take several: such indices are left to the self-test.
-        plain = not any(entry is None or isinstance(entry, torch.Tensor) for entry in entries)
-        if x.dim() >= 4 and plain and len(entries) <= x.dim() + 1:
-            if Ellipsis in entries:
-                at = entries.index(Ellipsis)
-                entries = entries[:at] + (slice(None),) * (x.dim() - len(entries) + 1) + entries[at + 1 :]
-            position = x.dim() + self.dim
-            if position < len(entries) and entries[position] != slice(None):
-                raise UnshardableOperation(
-                    f"slicing the sharded axis by {entries[position]} would lose rows of the band"
-                )
-        result = func(x, index)
-        # Only plain slices keep the dimensions, so only of them is it known which one the halo is in.
-        return self._carry_halo(x, result) if all(isinstance(entry, slice) for entry in entries) else result
-
-    def _setitem(self, func: Callable[..., Any], x: torch.Tensor, index: Any, value: Any) -> None:
-        """Writing into a band: whole rows of it, from a number or from a band with as many rows."""
-        entries = index if isinstance(index, tuple) else (index,)
-        plain = all(type(entry) in (int, slice) or entry is Ellipsis for entry in entries)
-        if x.dim() < 4 or not plain:
-            raise UnshardableOperation(f"writing to {x.dim()}-D bands at {index} is not covered")
-        if Ellipsis in entries:
-            at = entries.index(Ellipsis)
-            entries = entries[:at] + (slice(None),) * (x.dim() - len(entries) + 1) + entries[at + 1 :]
-        rest = entries[x.dim() + self.dim :]
-        if any(entry != slice(None) for entry in rest):
-            raise UnshardableOperation(f"writing to a part of the sharded axis, {rest[0]}, is not covered")
-        if isinstance(value, torch.Tensor) and value.dim():
-            same_rows = value.dim() >= 4 and value.shape[self.dim :] == x.shape[self.dim :]
-            if not same_rows or self._halos.get(value, 0) != self._halos.get(x, 0):
-                raise UnshardableOperation(f"writing {list(value.shape)} to a band {list(x.shape)} is not covered")
-        func(x, index, value)
-
 
 def _per_dim(value: int | Sequence[int], count: int) -> list[int]:
     return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)
@@ -615,10 +410,6 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             found.extend(x for x in value if isinstance(x, torch.Tensor))
     return found
-
-
-def _name(func: Callable[..., Any]) -> str:
-    return str(getattr(func, "__name__", func))
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -636,34 +427,14 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: ShardedFrame._attention,
     frame_causal_attention: ShardedFrame._frame_causal_attention,
     kernel_attention: ShardedFrame._kernel_attention,
-    F.interpolate: ShardedFrame._interpolate,
-    F.normalize: ShardedFrame._normalize,
-    pixel_rms_norm: ShardedFrame._pixel_rms_norm,
-    rms_norm_silu: ShardedFrame._pixel_rms_norm,
-    F.linear: ShardedFrame._linear,
-    F.layer_norm: ShardedFrame._last_dim,
-    F.rms_norm: ShardedFrame._last_dim,
-    F.batch_norm: ShardedFrame._batch_norm,
-    F.dropout: ShardedFrame._dropout,
-    torch.Tensor.__getitem__: ShardedFrame._getitem,
-    torch.Tensor.__setitem__: ShardedFrame._setitem,
-    torch.chunk: ShardedFrame._chunk,
-    torch.Tensor.chunk: ShardedFrame._chunk,
-    torch.cat: ShardedFrame._cat,
-    torch.concat: ShardedFrame._cat,
-    torch.concatenate: ShardedFrame._cat,
-    torch.Tensor.movedim: ShardedFrame._movedim,
-    torch.movedim: ShardedFrame._movedim,
-    torch.Tensor.mean: ShardedFrame._mean,
-    torch.mean: ShardedFrame._mean,
-    torch.Tensor.repeat: ShardedFrame._repeat,
+    **CONDITIONAL,
 }
 # Local functions whose result holds the elements of their first argument where they were, halo rows included.
 _SAME_ELEMENTS = frozenset(
     {torch.clone, torch.Tensor.clone, torch.Tensor.contiguous, torch.Tensor.expand, torch.Tensor.squeeze}
 )
-# What neither writes to the output of a group norm nor makes a view of it; of a SiLU it is known what it writes.
 _SILUS = frozenset({F.silu, silu_over})
+# What neither writes to the output of a group norm nor makes a view of it; of a SiLU it is known what it writes.
 _KEEP_ROWS_BESIDE = frozenset(
     {*_SILUS, F.pad, torch.conv2d, torch.conv3d, dense_conv2d, dense_conv3d, F.dropout, *QUERIES}
 )
