@@ -106,6 +106,21 @@ def test_no_more_orders_are_kept_than_agreed_and_the_rest_is_right(
     assert asked == [False, False]
 
 
+def test_where_no_kernel_takes_a_shape_torch_does_and_the_log_says_so_once(
+    asked: list[bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any) -> torch.Tensor:
+        raise RuntimeError("could not create a primitive descriptor")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_convolution_weight", refuse)
+    weight = weight_of(4, torch.float32, channels_last=False)
+    keep_packed(weight, channels_last=False)
+    x = latents_of((1, 64, 9, 9))
+    for _ in range(2):
+        assert torch.equal(dense_conv2d(x, weight, None, [1, 1], [1, 1], [1, 1], 1), F.conv2d(x, weight, padding=1))
+    assert asked == [False, False] and caplog.text.count("could not create a primitive descriptor") == 1
+
+
 def test_what_is_kept_belongs_to_one_weight_as_it_was(asked: list[bool]) -> None:
     conv = nn.Conv2d(64, 64, 3, padding=1).requires_grad_(False)
     keep_packed(conv.weight, channels_last=False)
