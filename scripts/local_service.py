@@ -240,7 +240,7 @@ class LocalService:
             if self.log_path is not None:
                 self.log_path.parent.mkdir(parents=True, exist_ok=True)
                 self._log = self.log_path.open("wb")
-            with _interrupts_heard_by_children():
+            with interrupts_heard_by_children():
                 self._process = subprocess.Popen(
                     # `--address local`: a new Ray, even where another one could be found.
                     [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(config_path)],
@@ -352,7 +352,7 @@ def _interrupts_ignored() -> contextlib.AbstractContextManager[None]:
     return _interrupt_handler(signal.SIG_IGN)
 
 
-def _interrupts_heard_by_children() -> contextlib.AbstractContextManager[None]:
+def interrupts_heard_by_children() -> contextlib.AbstractContextManager[None]:
     """A shell's background jobs ignore SIGINT, and pass that on; `serve run` must hear it to shut down."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return _interrupt_handler(signal.default_int_handler)

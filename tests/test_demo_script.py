@@ -23,9 +23,11 @@ SCRIPT = Path(local_service.__file__).with_name("demo.py")
 
 def start_demo(output: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(SCRIPT), "--output", str(output), "--port", "0", *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    # Also where the tests run in a shell's background, which ignores interrupts.
+    with local_service.interrupts_heard_by_children():
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
 
 
 def wait_for_text(path: Path, text: str, timeout_s: float = 120.0) -> None:
