@@ -257,6 +257,8 @@ class RewritesConfig(Section):
         channels_last: weights and activations with the channels next to each other in memory (in half precision).
         causal_input: the input of a causal convolution is put together once, and padded by the convolution.
         one_frame_conv2d: a causal convolution over one frame with none before it as a 2-D convolution.
+        causal_residual: what the convolutions of a residual block see of the frames before is kept as they take it; where ranks
+            share a frame, with the neighbours' rows.
         upsample_conv: nearest upsampling and its convolution as one transposed convolution (on the CPU).
         norm_activation: norms in one or two passes over memory, and activations in place (on the CPU); on CUDA, in half precision
             and channels last, a norm and its activation in one kernel of Triton's.
@@ -267,6 +269,7 @@ class RewritesConfig(Section):
     channels_last: Switch = True
     causal_input: Switch = True
     one_frame_conv2d: Switch = True
+    causal_residual: Switch = True
     upsample_conv: Switch = True
     norm_activation: Switch = True
     residual: Switch = True

@@ -131,6 +131,7 @@ class BandExchange:
         """``with_halo`` of ``parts`` joined along their frames (dimension 2), in one copy.
 
         Args:
+            parts: bands. The first ones may have their halo already: then rows of the others alone travel.
             lend: whether the result may share memory with a band that has room, and no copy is made: it must not be written to.
         """
         x = parts[-1]
@@ -149,17 +150,22 @@ class BandExchange:
         known: RowsBeside | None = self.beside.get(x) if len(parts) == 1 and max(before, after) <= 1 else None
         room: torch.Tensor | None = self.roomy.pop(x, None) if known is not None and lend else None
         if known is not None and room is not None:
-            padded, beside = room.narrow(dim, 1 - before, before + length + after), known
+            joined = padded = room.narrow(dim, 1 - before, before + length + after)
+            beside = known
         else:
             # In a layout that the convolution that follows need not change.
-            padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format_of(x))
+            joined = padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format_of(x))
+            fresh = [part for part in parts if part.shape[dim] == length]
             # Rows travel while the band is copied.
-            finish = self.begin_rows_beside(parts, before, after) if known is None else lambda: known
+            finish = self.begin_rows_beside(fresh, before, after) if known is None else lambda: known
+            for part in parts[: len(parts) - len(fresh)]:
+                frames, padded = padded.tensor_split([part.shape[2]], 2)
+                frames.copy_(part)
             own = padded.narrow(dim, before, length)
-            if len(parts) == 1:
+            if len(fresh) == 1:
                 own.copy_(x)
             else:
-                for frames, part in zip(own.split([part.shape[2] for part in parts], 2), parts, strict=True):
+                for frames, part in zip(own.split([part.shape[2] for part in fresh], 2), fresh, strict=True):
                     frames.copy_(part)
             beside = finish()
         for start, size, rows in ((0, before, beside.before), (before + length, after, beside.after)):
@@ -172,7 +178,7 @@ class BandExchange:
         if after and self._rank == last:
             inside = padded.narrow(dim, 0 if last else before, length + (before if last else 0))
             padded.narrow(dim, before + length, after).copy_(_outside(inside, dim, after, mode, value, at_start=False))
-        return padded
+        return joined
 
     def begin_rows_beside(
         self, parts: Sequence[torch.Tensor], before: int, after: int, moments: torch.Tensor | None = None

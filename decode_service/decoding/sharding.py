@@ -43,7 +43,13 @@ from decode_service.decoding.band_exchange import (
     UnshardableOperation,
     memory_format_of,
 )
-from decode_service.decoding.causal_conv3d import causal_conv3d
+from decode_service.decoding.causal_conv3d import (
+    CausalKernel,
+    causal_conv3d,
+    continued_conv3d,
+    front,
+    last_frames,
+)
 from decode_service.decoding.communicator import Communicator
 from decode_service.decoding.conditional_operations import CONDITIONAL, BandOperations, name_of
 from decode_service.decoding.dense_convolution import dense_conv2d, dense_conv3d, dense_conv_transpose2d
@@ -246,28 +252,39 @@ class ShardedFrame(BandOperations, TorchFunctionMode):
         return func(input, weight, bias, strides, paddings, dilations, groups)
 
     def _causal_conv(
-        self,
-        func: Callable[..., Any],
-        parts: Sequence[torch.Tensor],
-        weight: torch.Tensor,
-        flat_weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        groups: int,
+        self, func: Callable[..., Any], parts: Sequence[torch.Tensor], kernel: CausalKernel
     ) -> torch.Tensor:
-        own = padding[self.dim]
-        if not own:
-            return func(parts, weight, flat_weight, bias, stride, padding, dilation, groups)
-        if stride[self.dim] != 1 or 2 * own != dilation[self.dim] * (weight.shape[self.dim] - 1):
+        rows = self._reach_of(kernel)
+        if not rows:
+            return causal_conv3d(parts, kernel)
+        return self._convolve_haloed(self.joined_with_halo(parts, rows, rows), kernel)
+
+    def _continued_conv(
+        self, func: Callable[..., Any], before: torch.Tensor | None, x: torch.Tensor, kernel: CausalKernel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._reach_of(kernel)
+        if not rows:
+            return continued_conv3d(before, x, kernel)
+        # The frames before hold their neighbours' rows already, as this function has left them.
+        real = [x] if before is None else [before, x]
+        joined = self.joined_with_halo([*front(real, kernel), *real], rows, rows)
+        seen = min(kernel.weight_OCTHW.shape[2] - 1, sum(part.shape[2] for part in real))
+        return self._convolve_haloed(joined, kernel), last_frames([joined], seen)
+
+    def _reach_of(self, kernel: CausalKernel) -> int:
+        """Rows of either neighbour that a causal convolution sees."""
+        rows = kernel.padding[self.dim]
+        width = kernel.dilation[self.dim] * (kernel.weight_OCTHW.shape[self.dim] - 1)
+        if rows and (kernel.stride[self.dim] != 1 or 2 * rows != width):
             raise UnshardableOperation(
-                f"a convolution with stride {stride[self.dim]} and padding {own} on the sharded axis is not covered"
+                f"a convolution with stride {kernel.stride[self.dim]} and padding {rows} on the sharded axis is not covered"
             )
-        left = list(padding)
+        return rows
+
+    def _convolve_haloed(self, joined: torch.Tensor, kernel: CausalKernel) -> torch.Tensor:
+        left = list(kernel.padding)
         left[self.dim] = 0
-        joined = self.joined_with_halo(parts, own, own)
-        return func([joined], weight, flat_weight, bias, stride, left, dilation, groups)
+        return causal_conv3d([joined], kernel._replace(padding=left))
 
     def _conv_transpose(
         self,
@@ -418,6 +435,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.conv2d: ShardedFrame._conv,
     torch.conv3d: ShardedFrame._conv,
     causal_conv3d: ShardedFrame._causal_conv,
+    continued_conv3d: ShardedFrame._continued_conv,
     dense_conv2d: ShardedFrame._conv,
     dense_conv3d: ShardedFrame._conv,
     F.conv_transpose2d: ShardedFrame._conv_transpose,

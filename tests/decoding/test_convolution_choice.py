@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from decode_service.decoding import convolution_choice, rank
-from decode_service.decoding.causal_conv3d import causal_conv3d
+from decode_service.decoding.causal_conv3d import CausalKernel, causal_conv3d, continued_conv3d
 from decode_service.decoding.convolution_choice import (
     _CUDNN,
     ConvolutionChoice,
@@ -236,9 +236,13 @@ class Seen(TorchFunctionMode):
         self.cudnn: dict[str, set[bool]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.conv2d, torch.conv3d, dense_conv3d, causal_conv3d):
+        if func in (torch.conv2d, torch.conv3d, dense_conv3d, causal_conv3d, continued_conv3d):
             self.cudnn.setdefault(func.__name__, set()).add(torch.backends.cudnn.enabled)
         return func(*args, **(kwargs or {}))
+
+
+def kernel_of(weight: torch.Tensor) -> CausalKernel:
+    return CausalKernel(weight, None, None, (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)
 
 
 def test_without_cudnn_only_3d_convolutions_do_without_and_the_flag_comes_back() -> None:
@@ -247,10 +251,12 @@ def test_without_cudnn_only_3d_convolutions_do_without_and_the_flag_comes_back()
         F.conv2d(flat, torch.ones(2, 2, 3, 3))
         F.conv3d(deep, torch.ones(2, 2, 3, 3, 3))
         dense_conv3d(deep, torch.ones(2, 2, 3, 3, 3), None, (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)
-        causal_conv3d([deep], torch.ones(2, 2, 3, 3, 3), None, None, (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)
+        causal_conv3d([deep], kernel_of(torch.ones(2, 2, 3, 3, 3)))
+        continued_conv3d(None, deep, kernel_of(torch.ones(2, 2, 3, 3, 3)))
         with pytest.raises(RuntimeError):
             F.conv3d(deep, torch.ones(2, 9, 3, 3, 3))
-    assert seen.cudnn == {name: {name == "conv2d"} for name in ("conv2d", "conv3d", "dense_conv3d", "causal_conv3d")}
+    names = ("conv2d", "conv3d", "dense_conv3d", "causal_conv3d", "continued_conv3d")
+    assert seen.cudnn == {name: {name == "conv2d"} for name in names}
     assert torch.backends.cudnn.enabled
 
 
@@ -265,9 +271,7 @@ def test_ranks_that_are_threads_leave_cudnn_as_it_was() -> None:
 def test_what_a_compiler_follows_is_left_to_its_own_code() -> None:
     with Seen() as seen, WithoutCudnn(), FakeTensorMode():
         F.conv3d(torch.empty(1, 2, 3, 5, 5), torch.empty(2, 2, 3, 3, 3))
-        causal_conv3d(
-            [torch.empty(1, 2, 3, 5, 5)], torch.empty(2, 2, 3, 3, 3), None, None, (1, 1, 1), (0, 1, 1), (1, 1, 1), 1
-        )
+        causal_conv3d([torch.empty(1, 2, 3, 5, 5)], kernel_of(torch.empty(2, 2, 3, 3, 3)))
     assert seen.cudnn == {"conv3d": {True}, "causal_conv3d": {True}}
 
 

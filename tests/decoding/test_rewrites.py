@@ -41,7 +41,8 @@ from tests.decoding.family_checks import check_exact_modes, check_tiles, decoded
 from tests.decoding.harness import latents_of
 
 IMAGE = {"upsample_conv", "norm_activation", "residual", "packed_weights"}
-CACHED = {"causal_input", "one_frame_conv2d", "upsample_conv", "norm_activation", "packed_weights"}
+STILL = {"one_frame_conv2d", "upsample_conv", "norm_activation", "packed_weights"}
+CACHED = {*STILL, "causal_input", "causal_residual"}
 CLIP = {"one_frame_conv2d", "norm_activation", "packed_weights"}
 
 #: Models by family, and the rewrites that fit each.
@@ -50,7 +51,7 @@ EXPECTED: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "wan21": (lambda: models.tiny("wan21"), CACHED),
     "wan22": (lambda: models.tiny("wan22"), CACHED),
     "qwen_image": (lambda: models.tiny("qwen_image"), CACHED),
-    "qwen_image21": (lambda: qwen21.model("residual"), CACHED - {"causal_input"}),
+    "qwen_image21": (lambda: qwen21.model("residual"), STILL),
     "hunyuan_video": (test_hunyuan_video.tiny, CLIP),
     "hunyuan_video15": (test_hunyuan_video15.tiny, CLIP),
     "hunyuan_image_refiner": (test_hunyuan_image_refiner.refiner, CLIP),

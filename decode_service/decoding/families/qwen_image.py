@@ -31,6 +31,7 @@ class QwenImageFamily(CausalFamily):
             Activation(qwen.QwenImageResidualBlock, "nonlinearity"),
             Activation(qwen.QwenImageDecoder3d, "nonlinearity", ("norm_out",)),
         ),
+        residual_blocks=(qwen.QwenImageResidualBlock,),
     )
 
     def make_spec(self, name: str, tiles: StrideTiles | None) -> ModelSpec:

@@ -27,6 +27,7 @@ class WanFamily(CausalFamily):
             Activation(wan.WanResidualBlock, "nonlinearity"),
             Activation(wan.WanDecoder3d, "nonlinearity", ("norm_out",)),
         ),
+        residual_blocks=(wan.WanResidualBlock,),
         duplications=(wan.DupUp3D,),
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from decode_service.decoding.rewrites.causal_residual import causal_residual_sites
 from decode_service.decoding.rewrites.convolutions import causal_input_sites, one_frame_sites
 from decode_service.decoding.rewrites.layout import layout_sites
 from decode_service.decoding.rewrites.normalization import fused_sites, norm_sites, residual_sites
@@ -55,6 +56,7 @@ _KINDS: dict[str, _Kind] = {
     "channels_last": _Kind(layout_sites, half_only=True),
     "causal_input": _Kind(causal_input_sites),
     "one_frame_conv2d": _Kind(one_frame_sites),
+    "causal_residual": _Kind(causal_residual_sites),
     "upsample_conv": _Kind(upsample_sites, cpu_only=True),
     "norm_activation": _Kind(norm_sites, on_cuda=fused_sites),
     "residual": _Kind(residual_sites),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from decode_service.decoding.causal_conv3d import causal_conv3d
+from decode_service.decoding.causal_conv3d import CausalKernel, causal_conv3d, continued_conv3d
 from decode_service.decoding.dense_convolution import dense_conv2d
 from decode_service.decoding.rewrites.site import ClassSite, Site, random_input
 from decode_service.decoding.rewrites.structure import CausalConvolution, DecoderStructure, SpatialPadding
@@ -86,19 +86,30 @@ class CausalInput:
     groups: int
 
     def forward(self, x_BCTHW: torch.Tensor, cache_BCTHW: torch.Tensor | None = None) -> torch.Tensor:
-        (padding, flat_weight), before = self._causal_input, self.kernel_size[0] - 1
-        parts = [x_BCTHW]
+        before, parts = self.kernel_size[0] - 1, [x_BCTHW]
         if before:
             if cache_BCTHW is not None:
                 parts.insert(0, cache_BCTHW)
                 before -= cache_BCTHW.shape[2]
             parts = [torch.zeros_like(x_BCTHW[:, :, :1])] * before + parts
-        # Another dtype: the model is cast up for this decode.
-        flat = flat_weight if flat_weight is not None and flat_weight.dtype == x_BCTHW.dtype else None
-        if x_BCTHW.shape[0] > 1:
-            flat = None
+        return causal_conv3d(parts, self._kernel(x_BCTHW, self._causal_input[1]))
+
+    def continued(
+        self, before_BCTHW: torch.Tensor | None, x_BCTHW: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``continued_conv3d`` of ``x``, by a 2-D convolution where that does."""
+        flat_weight = self._causal_input[1]
+        if before_BCTHW is None and x_BCTHW.shape[2] == 1:
+            flat_weight = getattr(self, "_one_frame", (None,))[0]
+        return continued_conv3d(before_BCTHW, x_BCTHW, self._kernel(x_BCTHW, flat_weight))
+
+    def _kernel(self, x_BCTHW: torch.Tensor, flat_weight: torch.Tensor | None) -> CausalKernel:
+        # Of another dtype: the model is cast up for this decode. And several items may not be joined with their frames.
+        if flat_weight is not None and (flat_weight.dtype != x_BCTHW.dtype or x_BCTHW.shape[0] > 1):
+            flat_weight = None
+        padding = self._causal_input[0]
         own = (0, padding.top, padding.left)
-        return causal_conv3d(parts, self.weight, flat, self.bias, self.stride, own, self.dilation, self.groups)
+        return CausalKernel(self.weight, flat_weight, self.bias, self.stride, own, self.dilation, self.groups)
 
 
 class _CausalInputSite(ClassSite):

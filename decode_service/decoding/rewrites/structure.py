@@ -76,6 +76,8 @@ class DecoderStructure:
         rms_norms: classes that compute ``F.normalize(x, dim=1) * scale * gamma + bias``, with these attribute names.
         activations: SiLUs that may write over their input.
         duplications: classes that repeat channels into frames, rows and columns, as Wan's ``DupUp3D``.
+        residual_blocks: classes that give either of their causal convolutions a place in a list of caches, as ``WanResidualBlock``
+            does: ``forward(x, feat_cache, feat_idx)``.
         channels_last: whether its activations can stay channels last from the first convolution to the last.
     """
 
@@ -83,6 +85,7 @@ class DecoderStructure:
     rms_norms: tuple[type[nn.Module], ...] = ()
     activations: tuple[Activation, ...] = ()
     duplications: tuple[type[nn.Module], ...] = ()
+    residual_blocks: tuple[type[nn.Module], ...] = ()
     channels_last: bool = False
 
     def keeps_channels_last(self, dtype: torch.dtype) -> bool:
