@@ -26,7 +26,7 @@ from decode_service.decoding.families import FAMILIES
 from decode_service.decoding.loading import ModelSource
 from decode_service.decoding.pixel_norm import pixel_rms_norm
 from decode_service.decoding.rank import RankDecoder
-from decode_service.decoding.rewrites import NAMES, Rewrite, apply_rewrites, convolutions, normalization
+from decode_service.decoding.rewrites import NAMES, Rewrite, apply_rewrites, causal_residual, convolutions, normalization
 from decode_service.decoding.rewrites.upsampling import folded
 from decode_service.decoding.sharding import ShardedFrame
 from decode_service.decoding.work import count
@@ -104,6 +104,15 @@ def test_rewrites_leave_the_exchanges_between_ranks_as_many_as_they_are(name: st
 
     # Of a single frame, the first pass of a clip, and of each later pass.
     assert exchanges(rewritten(vae)) == exchanges(vae) and exchanges(vae)[0] > 5
+
+
+@pytest.mark.parametrize("name", ["wan21", "wan22", "qwen_image"])
+def test_rows_of_new_frames_alone_travel(name: str) -> None:
+    vae = EXPECTED[name][0]()
+    family = FAMILIES[type(vae).__name__]
+    kept, seen_again = (count(family(model, name)).halo_bytes[1] for model in (rewritten(vae), copy.deepcopy(vae)))
+    # Of a pass of one latent frame, which the lowest convolutions see after two and the highest, four frames, after two.
+    assert kept < 0.7 * seen_again
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4])
@@ -227,6 +236,7 @@ def test_without_rewrites_the_model_is_untouched() -> None:
         (convolutions.OneFrameConvolution, "one_frame_conv2d", lambda y: y * 1.001),
         (normalization.PixelRMSNorm, "norm_activation", lambda y: y[..., :-1]),
         (convolutions.CausalInput, "causal_input", lambda y: torch.full_like(y, float("nan"))),
+        (causal_residual.CausalResidual, "causal_residual", lambda y: y.roll(1, 2)),
     ],
 )
 def test_a_rewrite_that_differs_is_detected_at_load_and_taken_back(

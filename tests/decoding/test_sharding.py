@@ -14,7 +14,8 @@ from torch import nn
 
 from decode_service.decoding.attention import frame_causal_attention, kernel_attention
 from decode_service.decoding.band_exchange import AXIS_DIM, UnshardableOperation
-from decode_service.decoding.communicator import Communicator
+from decode_service.decoding.causal_conv3d import CausalKernel, continued_conv3d
+from decode_service.decoding.communicator import Communicator, Messages
 from decode_service.decoding.norm_activation import silu_over
 from decode_service.decoding.sharding import ShardedFrame
 from decode_service.planning.bands import split
@@ -376,6 +377,49 @@ def test_rows_beside_a_band_travel_with_the_statistics_of_its_group_norm() -> No
             return together, frame.exchanges
 
     assert on_ranks(2, work) == [(1, 2), (1, 2)]
+
+
+CAUSAL_WEIGHT = latents_of((5, 3, 3, 3, 3), seed=8) / 9
+FLAT_WEIGHT = CAUSAL_WEIGHT.transpose(1, 2).flatten(1, 2)
+
+
+@pytest.mark.parametrize("flat", [None, FLAT_WEIGHT], ids=["3-D", "2-D"])
+@pytest.mark.parametrize(("axis", "ranks"), [("height", 2), ("width", 3)])
+def test_rows_of_frames_before_travel_once(axis: str, ranks: int, flat: torch.Tensor | None) -> None:
+    kernel = CausalKernel(CAUSAL_WEIGHT, flat, torch.arange(5.0), (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)
+    x, dim, passes = normal(1, 3, 7, 7, 9), AXIS_DIM[axis], (1, 1, 3, 2)
+    expected = F.conv3d(F.pad(x, (0, 0, 0, 0, 2, 0)), CAUSAL_WEIGHT, torch.arange(5.0), padding=(0, 1, 1))
+    bands = split(x.shape[dim], ranks)
+
+    def work(communicator: Communicator) -> tuple[torch.Tensor, list[int], list[int]]:
+        band = bands[communicator.rank]
+        sent, kept, outputs = [], [], []
+        begin = communicator.begin_exchange
+
+        def spy(sends: Messages, receives: Messages) -> Callable[[], None]:
+            sent.append(sends[0][1].shape[2])
+            return begin(sends, receives)
+
+        communicator.begin_exchange = spy  # type: ignore[method-assign]
+        before: torch.Tensor | None = None
+        parts = x.narrow(dim, band.start, band.size).split(passes, 2)
+        with ShardedFrame(communicator, axis, bands):
+            for frames in parts:
+                output, before = continued_conv3d(before, frames, kernel)
+                outputs.append(output)
+                kept.append(before.shape[2])
+        return torch.cat(outputs, 2), sent, kept
+
+    parts = on_ranks(ranks, work)
+    assert (torch.cat([part for part, _, _ in parts], dim) - expected).abs().max() < 1e-5
+    # Three in the first pass, in which zeros stand before the frame: they are made on the band.
+    assert all((sent, kept) == ([3, 1, 3, 2], [1, 2, 2, 2]) for _, sent, kept in parts)
+
+
+def test_a_convolution_that_would_change_a_bands_extent_is_refused_with_frames_before_it() -> None:
+    kernel = CausalKernel(CAUSAL_WEIGHT, None, None, (1, 2, 1), (0, 1, 1), (1, 1, 1), 1)
+    with pytest.raises(UnshardableOperation, match="stride 2"):
+        sharded(lambda x: continued_conv3d(None, x, kernel)[0], normal(1, 3, 2, 8, 8), "height", 2)
 
 
 def test_what_padding_returns_may_be_written_to() -> None:
