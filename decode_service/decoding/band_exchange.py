@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -127,12 +127,16 @@ class BandExchange:
         value: float = 0.0,
         *,
         lend: bool = False,
+        write: Callable[[torch.Tensor], Any] | None = None,
+        memory_format: torch.memory_format | None = None,
     ) -> torch.Tensor:
         """``with_halo`` of ``parts`` joined along their frames (dimension 2), in one copy.
 
         Args:
             parts: bands. The first ones may have their halo already: then rows of the others alone travel.
             lend: whether the result may share memory with a band that has room, and no copy is made: it must not be written to.
+            write: writes what takes the place of the last part, which then says its shape alone.
+            memory_format: of the result; None for that of the last part.
         """
         x = parts[-1]
         dim = x.dim() + self.dim
@@ -154,19 +158,27 @@ class BandExchange:
             beside = known
         else:
             # In a layout that the convolution that follows need not change.
-            joined = padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format_of(x))
+            memory_format = memory_format or memory_format_of(x)
+            joined = padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
             fresh = [part for part in parts if part.shape[dim] == length]
-            # Rows travel while the band is copied.
-            finish = self.begin_rows_beside(fresh, before, after) if known is None else lambda: known
-            for part in parts[: len(parts) - len(fresh)]:
-                frames, padded = padded.tensor_split([part.shape[2]], 2)
-                frames.copy_(part)
+            haloed = parts[: len(parts) - len(fresh)]
+            if haloed:
+                frames = sum(part.shape[2] for part in haloed)
+                padded = joined.narrow(2, frames, shape[2] - frames)
             own = padded.narrow(dim, before, length)
-            if len(fresh) == 1:
-                own.copy_(x)
-            else:
-                for frames, part in zip(own.split([part.shape[2] for part in fresh], 2), fresh, strict=True):
-                    frames.copy_(part)
+            places = own.split([part.shape[2] for part in fresh], 2) if len(fresh) > 1 else (own,)
+            if write is not None:
+                write(places[-1])
+                fresh[-1] = places[-1]
+            # Rows travel while the rest is copied.
+            finish = self.begin_rows_beside(fresh, before, after) if known is None else lambda: known
+            start = 0
+            for part in haloed:
+                joined.narrow(2, start, part.shape[2]).copy_(part)
+                start += part.shape[2]
+            for place, part in zip(places, fresh, strict=True):
+                if place is not part:
+                    place.copy_(part)
             beside = finish()
         for start, size, rows in ((0, before, beside.before), (before + length, after, beside.after)):
             if size and rows is not None:

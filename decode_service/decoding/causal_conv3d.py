@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from decode_service.decoding.dense_convolution import dense_conv2d, dense_conv3d
 from decode_service.decoding.overridable import overridable
+from decode_service.decoding.pixel_norm import normalized_format, pixel_rms_norm
 
 # B batch, C channels, T frames, H height, W width, O output channels.
 
@@ -48,7 +50,7 @@ def causal_conv3d(parts_BCTHW: Sequence[torch.Tensor], kernel: CausalKernel) -> 
             x_BCTHW, kernel.weight_OCTHW, kernel.bias_O, kernel.stride, kernel.padding, kernel.dilation, kernel.groups
         )
     frames = [frame for part in parts for frame in part.unbind(2)]
-    reach = kernel.flat_weight.shape[1] // frames[0].shape[1]
+    reach = _reach(kernel, parts[0])
     windows = [torch.cat(frames[start : start + reach], dim=1) for start in range(len(frames) - reach + 1)]
     x_TCHW = torch.cat(windows, dim=0) if len(windows) > 1 else windows[0]
     y_TCHW = dense_conv2d(
@@ -79,21 +81,63 @@ def continued_conv3d(
         there were.
     """
     real = [x_BCTHW] if before_BCTHW is None else [before_BCTHW, x_BCTHW]
-    return causal_conv3d([*front(real, kernel), *real], kernel), last_frames(real, kernel.weight_OCTHW.shape[2] - 1)
+    return causal_conv3d([*front(real, kernel), *real], kernel), last_frames(real, seen_again(real, kernel))
+
+
+class ChannelNorm(NamedTuple):
+    """What ``pixel_rms_norm`` normalizes with: the root of the number of channels, and their learnt factors."""
+
+    scale: float
+    gamma_C: torch.Tensor
+
+    def activated(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The SiLU of ``x``, normalized: a new tensor, or ``out``."""
+        return F.silu(pixel_rms_norm(x, self.scale, self.gamma_C, out), inplace=True)
+
+
+@overridable
+def activated_conv3d(
+    before_BCTHW: torch.Tensor | None, x_BCTHW: torch.Tensor, norm: ChannelNorm, kernel: CausalKernel
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``continued_conv3d`` of what ``norm`` makes of ``x``, which is written to where the convolution takes it."""
+    if not takes_joined(kernel, x_BCTHW):
+        return continued_conv3d(before_BCTHW, norm.activated(x_BCTHW), kernel)
+    real = [x_BCTHW] if before_BCTHW is None else [before_BCTHW, x_BCTHW]
+    parts = [*front(real, kernel), *real]
+    shape, dtype, device = list(x_BCTHW.shape), x_BCTHW.dtype, x_BCTHW.device
+    shape[2] = sum(part.shape[2] for part in parts)
+    joined = torch.empty(shape, dtype=dtype, device=device, memory_format=normalized_format(x_BCTHW))
+    *places, own = joined.split([part.shape[2] for part in parts], 2)
+    for place, part in zip(places, parts, strict=False):
+        place.copy_(part)
+    norm.activated(x_BCTHW, own)
+    return causal_conv3d([joined], kernel), last_frames([joined], seen_again(real, kernel))
 
 
 def front(parts_BCTHW: Sequence[torch.Tensor], kernel: CausalKernel) -> list[torch.Tensor]:
     """The zeros that stand before ``parts``, of which the last are the frames to be convolved."""
-    flat, x_BCTHW = kernel.flat_weight, parts_BCTHW[-1]
-    reach = kernel.weight_OCTHW.shape[2] if flat is None else flat.shape[1] // x_BCTHW.shape[1]
-    missing = reach - 1 - sum(part.shape[2] for part in parts_BCTHW[:-1])
+    missing = _reach(kernel, parts_BCTHW[-1]) - 1 - sum(part.shape[2] for part in parts_BCTHW[:-1])
     return [torch.zeros_like(parts_BCTHW[0][:, :, :1])] * missing
 
 
+def seen_again(parts_BCTHW: Sequence[torch.Tensor], kernel: CausalKernel) -> int:
+    """How many frames of ``parts`` the frames after them are convolved with."""
+    return min(kernel.weight_OCTHW.shape[2] - 1, sum(part.shape[2] for part in parts_BCTHW))
+
+
+def takes_joined(kernel: CausalKernel, x_BCTHW: torch.Tensor) -> bool:
+    """Whether the convolution takes frames one after the other, and not side by side in the channels."""
+    return kernel.flat_weight is None or _reach(kernel, x_BCTHW) == 1
+
+
+def _reach(kernel: CausalKernel, x_BCTHW: torch.Tensor) -> int:
+    """Frames that one frame of the output is made of."""
+    flat = kernel.flat_weight
+    return kernel.weight_OCTHW.shape[2] if flat is None else flat.shape[1] // x_BCTHW.shape[1]
+
+
 def last_frames(parts_BCTHW: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-    """A copy of the last ``count`` frames of ``parts``, or of all where there are fewer."""
+    """A copy of the last ``count`` frames of ``parts``, which have as many."""
     x_BCTHW = parts_BCTHW[-1][:, :, -count:]
     missing = count - x_BCTHW.shape[2]
-    if missing and len(parts_BCTHW) > 1:
-        return torch.cat([last_frames(parts_BCTHW[:-1], missing), x_BCTHW], dim=2)
-    return x_BCTHW.clone()
+    return torch.cat([last_frames(parts_BCTHW[:-1], missing), x_BCTHW], dim=2) if missing else x_BCTHW.clone()

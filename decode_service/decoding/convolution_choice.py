@@ -26,7 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from decode_service.decoding.arguments import tensors
-from decode_service.decoding.causal_conv3d import causal_conv3d, continued_conv3d
+from decode_service.decoding.causal_conv3d import activated_conv3d, causal_conv3d, continued_conv3d
 from decode_service.decoding.dense_convolution import dense_conv3d
 from decode_service.decoding.tracing import is_traced
 
@@ -393,7 +393,7 @@ _CUDNN = _CudnnSwitch()
 
 
 # Functions of ours that the halo rule knows by name call torch's where this mode no longer sees it.
-_CONVOLUTIONS = frozenset({torch.conv3d, dense_conv3d, causal_conv3d, continued_conv3d})
+_CONVOLUTIONS = frozenset({torch.conv3d, dense_conv3d, causal_conv3d, continued_conv3d, activated_conv3d})
 
 
 class WithoutCudnn(TorchFunctionMode):

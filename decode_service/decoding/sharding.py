@@ -45,10 +45,13 @@ from decode_service.decoding.band_exchange import (
 )
 from decode_service.decoding.causal_conv3d import (
     CausalKernel,
+    ChannelNorm,
+    activated_conv3d,
     causal_conv3d,
     continued_conv3d,
     front,
     last_frames,
+    seen_again,
 )
 from decode_service.decoding.communicator import Communicator
 from decode_service.decoding.conditional_operations import CONDITIONAL, BandOperations, name_of
@@ -56,6 +59,7 @@ from decode_service.decoding.dense_convolution import dense_conv2d, dense_conv3d
 from decode_service.decoding.group_norm import group_moments, normalize_groups
 from decode_service.decoding.local_operations import LOCAL, POINTWISE, QUERIES
 from decode_service.decoding.norm_activation import group_norm_silu, normalize_groups_silu, silu_over
+from decode_service.decoding.pixel_norm import normalized_format
 from decode_service.decoding.tracing import is_traced
 from decode_service.planning.bands import Band
 
@@ -268,8 +272,28 @@ class ShardedFrame(BandOperations, TorchFunctionMode):
         # The frames before hold their neighbours' rows already, as this function has left them.
         real = [x] if before is None else [before, x]
         joined = self.joined_with_halo([*front(real, kernel), *real], rows, rows)
-        seen = min(kernel.weight_OCTHW.shape[2] - 1, sum(part.shape[2] for part in real))
-        return self._convolve_haloed(joined, kernel), last_frames([joined], seen)
+        return self._convolve_haloed(joined, kernel), last_frames([joined], seen_again(real, kernel))
+
+    def _activated_conv(
+        self,
+        func: Callable[..., Any],
+        before: torch.Tensor | None,
+        x: torch.Tensor,
+        norm: ChannelNorm,
+        kernel: CausalKernel,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._reach_of(kernel)
+        if not rows:
+            return activated_conv3d(before, x, norm, kernel)
+        real = [x] if before is None else [before, x]
+        joined = self.joined_with_halo(
+            [*front(real, kernel), *real],
+            rows,
+            rows,
+            write=lambda own: norm.activated(x, own),
+            memory_format=normalized_format(x),
+        )
+        return self._convolve_haloed(joined, kernel), last_frames([joined], seen_again(real, kernel))
 
     def _reach_of(self, kernel: CausalKernel) -> int:
         """Rows of either neighbour that a causal convolution sees."""
@@ -436,6 +460,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.conv3d: ShardedFrame._conv,
     causal_conv3d: ShardedFrame._causal_conv,
     continued_conv3d: ShardedFrame._continued_conv,
+    activated_conv3d: ShardedFrame._activated_conv,
     dense_conv2d: ShardedFrame._conv,
     dense_conv3d: ShardedFrame._conv,
     F.conv_transpose2d: ShardedFrame._conv_transpose,

@@ -26,7 +26,14 @@ from decode_service.decoding.families import FAMILIES
 from decode_service.decoding.loading import ModelSource
 from decode_service.decoding.pixel_norm import pixel_rms_norm
 from decode_service.decoding.rank import RankDecoder
-from decode_service.decoding.rewrites import NAMES, Rewrite, apply_rewrites, causal_residual, convolutions, normalization
+from decode_service.decoding.rewrites import (
+    NAMES,
+    Rewrite,
+    apply_rewrites,
+    causal_residual,
+    convolutions,
+    normalization,
+)
 from decode_service.decoding.rewrites.upsampling import folded
 from decode_service.decoding.sharding import ShardedFrame
 from decode_service.decoding.work import count
@@ -285,6 +292,11 @@ def test_the_rms_norm_is_its_formula_also_where_all_channels_are_zero(dtype: tor
         # float32 keeps the layout that it comes in, half precision is channels last.
         assert got.dtype == dtype and got.is_contiguous() == (dtype == torch.float32)
         assert got.is_contiguous(memory_format=torch.channels_last_3d) == (dtype != torch.float32)
+        # Written into a larger tensor it is the same, and nothing else changes there.
+        room = torch.full((2, 24, 5, 5, 9), 7.0, dtype=dtype)
+        own = room[:, :, 2:, :, 1:8]
+        assert pixel_rms_norm(x, 24**0.5, gamma, own) is own and torch.equal(own, got)
+        assert (room == 7).sum() >= room.numel() - own.numel()
         torch.testing.assert_close(
             got, expected, atol=0, rtol=1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
         )

@@ -14,7 +14,7 @@ from torch import nn
 
 from decode_service.decoding.attention import frame_causal_attention, kernel_attention
 from decode_service.decoding.band_exchange import AXIS_DIM, UnshardableOperation
-from decode_service.decoding.causal_conv3d import CausalKernel, continued_conv3d
+from decode_service.decoding.causal_conv3d import CausalKernel, ChannelNorm, activated_conv3d, continued_conv3d
 from decode_service.decoding.communicator import Communicator, Messages
 from decode_service.decoding.norm_activation import silu_over
 from decode_service.decoding.sharding import ShardedFrame
@@ -414,6 +414,27 @@ def test_rows_of_frames_before_travel_once(axis: str, ranks: int, flat: torch.Te
     assert (torch.cat([part for part, _, _ in parts], dim) - expected).abs().max() < 1e-5
     # Three in the first pass, in which zeros stand before the frame: they are made on the band.
     assert all((sent, kept) == ([3, 1, 3, 2], [1, 2, 2, 2]) for _, sent, kept in parts)
+
+
+@pytest.mark.parametrize("flat", [None, FLAT_WEIGHT], ids=["3-D", "2-D"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_norm_is_written_to_where_the_convolution_takes_it(ranks: int, flat: torch.Tensor | None) -> None:
+    kernel = CausalKernel(CAUSAL_WEIGHT, flat, None, (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)
+    x, norm = normal(1, 3, 6, 7, 9), ChannelNorm(3**0.5, torch.tensor([0.5, -1.0, 2.0]))
+    activated = F.silu(F.normalize(x, dim=1) * 3**0.5 * norm.gamma_C.view(3, 1, 1, 1))
+    expected = F.conv3d(F.pad(activated, (0, 0, 0, 0, 2, 0)), CAUSAL_WEIGHT, padding=(0, 1, 1))
+
+    def passes(x: torch.Tensor) -> torch.Tensor:
+        before, outputs = None, []
+        for frames in (x[:, :, :1], x[:, :, 1:4], x[:, :, 4:]):
+            output, before = activated_conv3d(before, frames, norm, kernel)
+            outputs.append(output)
+        return torch.cat(outputs, 2)
+
+    given = x.clone()
+    actual = passes(x) if ranks == 1 else sharded(passes, x, "width", ranks)
+    assert (actual - expected).abs().max() < 1e-5
+    assert torch.equal(x, given)
 
 
 def test_a_convolution_that_would_change_a_bands_extent_is_refused_with_frames_before_it() -> None:

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from decode_service.decoding.causal_conv3d import ChannelNorm
 from decode_service.decoding.rewrites.convolutions import CausalInput
+from decode_service.decoding.rewrites.normalization import InPlaceSiLU, PixelRMSNorm
 from decode_service.decoding.rewrites.site import ClassSite, Site, random_input
 from decode_service.decoding.rewrites.structure import DecoderStructure
+from decode_service.decoding.tracing import is_traced
 
 # B batch, C channels, T frames, H height, W width.
 
@@ -20,7 +23,7 @@ class CausalResidual:
 
     diffusers copies the last frames before the convolution, which puts them together with the next ones later: where ranks share
     a frame, their neighbours' rows would travel with every pass that sees them. Here they are kept with those rows, and the rows
-    of new frames alone travel.
+    of new frames alone travel. In eager decodes on the CPU norm and SiLU write to where the convolution takes their result.
     """
 
     def forward(
@@ -33,8 +36,10 @@ class CausalResidual:
         shortcut = block.conv_shortcut(x_BCTHW)
         for norm, conv in ((block.norm1, block.conv1), (block.norm2, block.conv2)):
             slot = feat_idx[0]
-            x_BCTHW = block.nonlinearity(norm(x_BCTHW))
-            x_BCTHW, feat_cache[slot] = conv.continued(feat_cache[slot], x_BCTHW)
+            pixel_norm = _pixel_norm(norm, block.nonlinearity, x_BCTHW)
+            if pixel_norm is None:
+                x_BCTHW = block.nonlinearity(norm(x_BCTHW))
+            x_BCTHW, feat_cache[slot] = conv.continued(feat_cache[slot], x_BCTHW, pixel_norm)
             feat_idx[0] += 1
         return x_BCTHW + shortcut
 
@@ -50,6 +55,12 @@ def _fits(block: Any) -> bool:
     convolutions = (block.conv1, block.conv2)
     rewritten = all(isinstance(conv, CausalInput) and conv.kernel_size[0] > 1 for conv in convolutions)
     return rewritten and (not block.dropout.p or not block.dropout.training)
+
+
+def _pixel_norm(norm: Any, activation: nn.Module, x_BCTHW: torch.Tensor) -> ChannelNorm | None:
+    """What ``norm`` and ``activation`` do to ``x``, where the convolution can do it with its input: in eager decodes on the CPU."""
+    plain = isinstance(norm, PixelRMSNorm) and isinstance(activation, InPlaceSiLU)
+    return ChannelNorm(norm.scale, norm.gamma.flatten()) if plain and not is_traced(x_BCTHW) else None
 
 
 def _three_passes(module: Any, generator: torch.Generator) -> torch.Tensor:

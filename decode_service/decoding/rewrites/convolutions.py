@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from decode_service.decoding.causal_conv3d import CausalKernel, causal_conv3d, continued_conv3d
+from decode_service.decoding.causal_conv3d import (
+    CausalKernel,
+    ChannelNorm,
+    activated_conv3d,
+    causal_conv3d,
+    continued_conv3d,
+)
 from decode_service.decoding.dense_convolution import dense_conv2d
 from decode_service.decoding.rewrites.site import ClassSite, Site, random_input
 from decode_service.decoding.rewrites.structure import CausalConvolution, DecoderStructure, SpatialPadding
@@ -95,13 +101,16 @@ class CausalInput:
         return causal_conv3d(parts, self._kernel(x_BCTHW, self._causal_input[1]))
 
     def continued(
-        self, before_BCTHW: torch.Tensor | None, x_BCTHW: torch.Tensor
+        self, before_BCTHW: torch.Tensor | None, x_BCTHW: torch.Tensor, norm: ChannelNorm | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``continued_conv3d`` of ``x``, by a 2-D convolution where that does."""
+        """``continued_conv3d``, or ``activated_conv3d`` if there is a norm, by a 2-D convolution where that does."""
         flat_weight = self._causal_input[1]
         if before_BCTHW is None and x_BCTHW.shape[2] == 1:
             flat_weight = getattr(self, "_one_frame", (None,))[0]
-        return continued_conv3d(before_BCTHW, x_BCTHW, self._kernel(x_BCTHW, flat_weight))
+        kernel = self._kernel(x_BCTHW, flat_weight)
+        if norm is None:
+            return continued_conv3d(before_BCTHW, x_BCTHW, kernel)
+        return activated_conv3d(before_BCTHW, x_BCTHW, norm, kernel)
 
     def _kernel(self, x_BCTHW: torch.Tensor, flat_weight: torch.Tensor | None) -> CausalKernel:
         # Of another dtype: the model is cast up for this decode. And several items may not be joined with their frames.
