@@ -22,6 +22,7 @@ from decode_client.wire import WireTensor
 from decode_service.config import ServiceConfig
 from decode_service.engine.batching import Batching, key_of
 from decode_service.engine.compiled import Compiled
+from decode_service.engine.off_loop import over_bytes
 from decode_service.engine.plans import Plans, Replan, needs_all_ranks, pixel_bytes
 from decode_service.engine.predictions import Predictions
 from decode_service.engine.protocol import (
@@ -219,7 +220,7 @@ class DecodeEngine:
         conditioning = conditioning_of(self.spec, job.timestep, job.noise_scale, job.seed)
         if job.denormalize:
             validate_denormalize(self.spec, arrangement.latent_shape)
-        if not await asyncio.to_thread(job.latents.is_finite):
+        if not await over_bytes(job.latents.nbytes, job.latents.is_finite):
             raise NonFiniteLatentsError("the latents hold NaN or Inf", param="latents.data")
         wished_s = self._config.limits.default_deadline_s if job.deadline_s is None else job.deadline_s
         policy = self._plans.policy

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from decode_client.wire import MSGPACK_CONTENT_TYPE, OutputSpec, tensor_reply_prefix
 from starlette.responses import Response, StreamingResponse
 
+from decode_service.engine.off_loop import SMALL_BYTES
 from decode_service.engine.protocol import DecodeOutcome
 from decode_service.http.stages import Stages
 from decode_service.media.encode import EncodedFile, encode
@@ -122,13 +123,12 @@ def _encode(outcome: DecodeOutcome, output: OutputSpec) -> EncodedFile:
 def _stream(
     pieces: Iterable[memoryview], nbytes: int, media_type: str, headers: dict[str, str], chunk_type: ChunkType
 ) -> Response:
+    headers = {**headers, "Content-Length": str(nbytes)}
+    if nbytes <= SMALL_BYTES:
+        return Response(b"".join(pieces), media_type=media_type, headers=headers)
     # A plain generator runs in a worker thread, so interleaving the ranks' parts does not hold the event loop.
     content: Iterable[bytes | memoryview] = pieces if chunk_type == "memoryview" else (bytes(piece) for piece in pieces)
-    return StreamingResponse(
-        content,
-        media_type=media_type,
-        headers={**headers, "Content-Length": str(nbytes)},
-    )
+    return StreamingResponse(content, media_type=media_type, headers=headers)
 
 
 def _chained(prefix: bytes, outcome: DecodeOutcome) -> Iterator[memoryview]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import math
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Annotated, Any, Literal
 from decode_client.wire import DTYPES, MAX_BIN_BYTES, MAX_DIMS, DecodeRequest, OutputSpec, WireError, unpack_request
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
 
+from decode_service.engine.off_loop import over_bytes
 from decode_service.engine.protocol import DecodeJob, DecodeService
 from decode_service.errors import (
     DeadlineExceededError,
@@ -179,7 +179,7 @@ async def parse_decode(
     wanted = _unpack(body)
     check_model(wanted.model, service)
     plan_for(wanted, wanted.latents.shape, service)
-    if not await asyncio.to_thread(wanted.latents.is_finite):
+    if not await over_bytes(wanted.latents.nbytes, wanted.latents.is_finite):
         raise NonFiniteLatentsError(
             "the latents hold NaN or infinite values, which decode to a black picture: look for an overflow in the "
             "denoiser, commonly float16 where bfloat16 or float32 is needed",

@@ -17,6 +17,7 @@ import pytest
 import ray
 
 from decode_service.config import ServiceConfig
+from decode_service.engine import ray_group
 from decode_service.engine.engine import DecodeEngine
 from decode_service.engine.places import RankPlace
 from decode_service.engine.ray_group import RayGroup
@@ -124,6 +125,10 @@ def test_two_processes_give_the_pixels_of_diffusers_whatever_happens_to_them(
             assert engine.describe()["self_test"] == {"height": "exact", "width": "exact"}
             for mode in ("direct", "spatial_shard_height", "spatial_shard_width"):
                 await decodes(mode)
+            # Latents that are too large for the call itself are put into Ray's store.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ray_group, "IN_CALL_BYTES", 0)
+                await decodes()
             outcome = await engine.decode(job(latents, mode="spatial_shard_width", collect="broadcast"))
             assert len(outcome.digests) == 2
             assert len(set(outcome.digests)) == 1
