@@ -211,10 +211,12 @@ class CalibrationConfig(Section):
     """Decodes that are timed at the start, on the ranks that serve, so that plans can predict how long they take.
 
     Attributes:
-        enabled: whether to. Without, ``auto`` decides by fixed rules and no plan has a predicted time. Passes of several
-            requests (``policy.batch``) are timed whatever it says, because there are none without.
-        seconds: how long it may take, about. Longer decodes tell more. Timing passes of several requests may take as long
-            once more.
+        enabled: whether to. Without, and where the times make no sense, ``auto`` decides by fixed rules and no plan has a
+            predicted time. Passes of several requests (``policy.batch``) are timed whatever it says, because there are none
+            without.
+        seconds: how long it may take, about. Longer decodes tell more. Where size seems to make no difference, larger frames
+            are timed, which may take as long once more, and times that make no sense are taken again. Timing passes of
+            several requests may take as long once more, too.
     """
 
     enabled: Switch = True
