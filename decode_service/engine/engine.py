@@ -338,9 +338,10 @@ class DecodeEngine:
                     alone=None if not joins else task.plan if replan is None else replan(full(self._group.size)),
                 )
             except RankError as raised:
-                # Without the frames that hold the failed attempt, of which this is one.
+                # Without the frames that hold the failed attempt, which know the error by themselves: a cycle.
                 error = raised.with_traceback(None)
-            except _TogetherFailedError:
+            except _TogetherFailedError as raised:
+                raised.with_traceback(None)
                 failed_together = True
                 await self._recovery.done(deadline)
                 continue

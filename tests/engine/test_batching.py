@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -279,6 +281,39 @@ def test_out_of_memory_together_is_decoded_alone_from_then_on(
             assert [outcome.plan.together for outcome in outcomes] == [1] * 9
 
     run(test)
+
+
+def test_a_pass_that_failed_keeps_no_latents(kl: tuple[Path, Any], faults: Faults, whatever_is_faster: None) -> None:
+    """Of none of its requests; nobody waits for the collector of cycles."""
+    folder, vae = kl
+    held: list[weakref.ref[np.ndarray]] = []
+
+    def watched() -> DecodeJob:
+        array = stills(vae, 1)[0]
+        held.append(weakref.ref(array))
+        return DecodeJob(WireTensor("float32", array.shape, array.reshape(-1).view(np.uint8).data))
+
+    def failing(task: RankTask) -> None:
+        raise ValueError("cosmic ray")
+
+    async def test() -> None:
+        async with serving(config_of(folder), faults) as engine:
+            gc.collect()
+            gc.disable()
+            tasks = await queued(engine, faults, [lambda: engine.decode(watched())] * 4)
+            faults.on(0, failing)
+            assert [outcome.plan.together for outcome in await asyncio.gather(*tasks)] == [1] * 4
+            assert [task.plan.together for _, task in faults.tasks] == [1, 3, 1, 1, 1]
+            del tasks
+            until = time.monotonic() + 5
+            while any(each() is not None for each in held) and time.monotonic() < until:
+                await asyncio.sleep(0.005)
+            assert not any(each() is not None for each in held)
+
+    try:
+        run(test)
+    finally:
+        gc.enable()
 
 
 def test_lack_of_memory_for_what_is_joined_leaves_each_its_own_decode(
