@@ -27,7 +27,7 @@ import torch
 from benchmarks import models, report
 from benchmarks.memory import METHODS, peak_memory
 from benchmarks.models import DTYPES, MODELS, Model
-from benchmarks.rank_process import RankProcess
+from benchmarks.ranks import Loaded, Ranks
 from benchmarks.report import Report
 from benchmarks.timing import Matmul, interleave, synchronizer
 from decode_service.config import ServiceConfig
@@ -50,7 +50,7 @@ class Contenders:
         self.dtype = DTYPES[dtype_name]
         self.device = device
         self.policy = Policy(chunk=config.policy.chunk)
-        self.rank = RankProcess(folder, dtype_name, device, threads, compile_enabled=config.compile_enabled())
+        self.rank = Ranks(1, Loaded(folder, dtype_name, device.type, threads, config.compile_enabled()))
         self.service_compiles = config.compile_enabled()
         self.vae = models.load(folder, self.dtype, device)
         self._eager = self.vae.decoder
@@ -90,7 +90,7 @@ class Contenders:
     def watched(self, name: str, call: Callable[[], Any]) -> tuple[torch.Tensor, int]:
         """What a contender decodes, as float32 on the CPU, and the memory that this takes at the peak."""
         if name == "service":
-            return from_carrier(self.rank.pixels(), self.dtype_name).float(), self.rank.peak_bytes()
+            return from_carrier(self.rank.pixels()[0], self.dtype_name).float(), self.rank.peak_bytes()[0]
         outcome, peak = peak_memory(call, self.device)
         return outcome.float().cpu(), peak
 

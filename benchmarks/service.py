@@ -40,7 +40,7 @@ from decode_client import DecodeClient
 
 from benchmarks import ROOT, models, report
 from benchmarks.models import MODELS
-from benchmarks.rank_process import RankProcess
+from benchmarks.ranks import Loaded, Ranks
 from benchmarks.report import Report
 from benchmarks.timing import Timing, interleave, percentile
 from decode_service.config import ServiceConfig
@@ -91,10 +91,10 @@ class Served:
             ],
         }
 
-    def bare(self) -> RankProcess:
+    def bare(self) -> Ranks:
         """The same model in a process like that of a rank, loaded as a rank of the service loads it."""
         compiled = ServiceConfig(**self.arguments()).compile_enabled()
-        return RankProcess(self.folder, self.dtype_name, self.device, self.threads, compile_enabled=compiled)
+        return Ranks(1, Loaded(self.folder, self.dtype_name, self.device.type, self.threads, compiled))
 
     @contextlib.contextmanager
     def running(self, out: Report, haproxy: bool | None) -> Iterator[str]:
@@ -111,7 +111,7 @@ class Served:
                     raise
 
 
-def bare_decode(decoder: RankProcess, latents: np.ndarray, dtype: str) -> Callable[[], None]:
+def bare_decode(decoder: Ranks, latents: np.ndarray, dtype: str) -> Callable[[], None]:
     """A call that decodes ``latents`` directly to pixels of ``dtype``, as the service does for a request."""
     plan = make_plan(decoder.spec, tuple(latents.shape), group_size=1, policy=Policy(), mode="direct", strict=True)
     decoder.prepare(plan, latents, PixelFormat(dtype), compiled=True)
@@ -163,7 +163,7 @@ def percentiles_ms(latencies_s: Sequence[float]) -> dict[str, float]:
 
 
 def measure_overhead(
-    url: str, decoder: RankProcess, kind: str, latents: np.ndarray, concurrency: int, rounds: int
+    url: str, decoder: Ranks, kind: str, latents: np.ndarray, concurrency: int, rounds: int
 ) -> dict[str, Any]:
     """``concurrency`` requests at once against as many bare decodes in a row."""
     decode = bare_decode(decoder, latents, "uint8")

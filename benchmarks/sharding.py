@@ -18,6 +18,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +29,58 @@ from benchmarks import models, report
 from benchmarks.machine import cores
 from benchmarks.memory import METHODS
 from benchmarks.models import MODELS, Model
-from benchmarks.ranks import RankPool, Work
+from benchmarks.ranks import Loaded, Ranks
 from benchmarks.report import Report
 from benchmarks.timing import interleave
+from decode_service.planning.plan import DecodePlan, PixelFormat
+from decode_service.planning.planner import Policy, make_plan
 from local_service import exit_on_signals
 
 
-def measure(pool: RankPool, repeats: int) -> dict[str, Any]:
-    """The result of one pool."""
+def plans_of(ranks: Ranks, shape: tuple[int, ...]) -> dict[str, DecodePlan]:
+    """The planner's: ``direct`` for a rank by itself, and ``sharded`` for all, divided exactly as ``auto`` divides.
+
+    Raises:
+        ValueError: so many ranks cannot divide latents of this ``shape``.
+    """
+    # 0: sharded whatever the size of the frame.
+    policy = Policy(direct_max_pixels=0)
+    sharded = make_plan(ranks.spec, shape, group_size=ranks.size, policy=policy)
+    if not sharded.exact or sharded.ranks != ranks.size:
+        raise ValueError(f"{ranks.size} ranks cannot shard latents {list(shape)} exactly: {sharded.reason}")
+    direct = make_plan(ranks.spec, shape, group_size=1, policy=policy, mode="direct", strict=True)
+    return {"direct": direct, "sharded": sharded}
+
+
+def whole_picture(ranks: Ranks, plan: DecodePlan, latents: np.ndarray) -> np.ndarray:
+    """What ``plan`` decodes: (B,C,F,H,W) or (B,C,H,W) in float32."""
+    ranks.prepare(plan, latents, PixelFormat("float32", "model"), name="whole")
+    ranks.decode("whole", plan.ranks)
+    axis = {"height": -2, "width": -1}.get(str(plan.axis), -1)
+    return np.concatenate(ranks.pixels(plan.ranks), axis=axis)
+
+
+def measure(ranks: Ranks, latents: np.ndarray, dtype_name: str, repeats: int) -> dict[str, Any]:
+    """The result of as many ranks, which decode ``latents`` to pixels of ``dtype_name``."""
+    plans = plans_of(ranks, tuple(latents.shape))
+    for name, plan in plans.items():
+        ranks.prepare(plan, latents, PixelFormat(dtype_name, "model"), name=name)
     # These calls warm up, too: each kind of decode has run once before it is timed.
-    direct, sharded = pool.pixels("direct"), pool.pixels("sharded")
-    peak_one, peaks = pool.peaks("direct")[0], pool.peaks("sharded")
-    pool.each()
-    timings = interleave({"one": pool.one, "sharded": pool.together, "ceiling": pool.each}, repeats)
+    direct, sharded = (whole_picture(ranks, plan, latents) for plan in plans.values())
+    (peak_one,), peaks = ranks.peak_bytes("direct", 1), ranks.peak_bytes("sharded")
+    ways = {
+        "one": partial(ranks.decode, "direct", 1),
+        "sharded": partial(ranks.decode, "sharded"),
+        "ceiling": partial(ranks.decode, "direct"),
+    }
+    ways["ceiling"]()
+    timings = interleave(ways, repeats)
     one_s = timings["one"].median
     speedup = one_s / timings["sharded"].median
-    ceiling = pool.size * one_s / timings["ceiling"].median
-    plan = pool.plan("sharded")
+    ceiling = ranks.size * one_s / timings["ceiling"].median
+    plan = plans["sharded"]
     return {
-        "ranks": pool.size,
+        "ranks": ranks.size,
         "mode": plan.mode,
         "bands": [band.size for band in plan.bands],
         "timings": {name: timing.to_dict() for name, timing in timings.items()},
@@ -74,10 +108,10 @@ def measure_model(model: Model, options: argparse.Namespace, device: torch.devic
     latents = models.random_latents(model.latent_shape(channels, size, frames)).numpy()
     clip = f", {frames} latent frame{'s' if frames > 1 else ''}" if model.frames else ""
     for dtype_name in options.dtypes:
-        work = Work(folder, dtype_name, device.type, options.threads, latents)
-        for ranks in options.ranks:
-            with RankPool(ranks, work) as pool:
-                result = measure(pool, options.repeats)
+        loaded = Loaded(folder, dtype_name, device.type, options.threads)
+        for count in options.ranks:
+            with Ranks(count, loaded) as ranks:
+                result = measure(ranks, latents, dtype_name, options.repeats)
             case = f"{model.title} {size}x{size}{clip}"
             out.add({"model": model.name, "case": case, "frames": frames, "dtype": dtype_name, **result})
             out.say(describe(out.results[-1]))

@@ -211,10 +211,12 @@ class CalibrationConfig(Section):
     """Decodes that are timed at the start, on the ranks that serve, so that plans can predict how long they take.
 
     Attributes:
-        enabled: whether to. Without, ``auto`` decides by fixed rules and no plan has a predicted time. Passes of several
-            requests (``policy.batch``) are timed whatever it says, because there are none without.
-        seconds: how long it may take, about. Longer decodes tell more. Timing passes of several requests may take as long
-            once more.
+        enabled: whether to. Without, and where the times make no sense, ``auto`` decides by fixed rules and no plan has a
+            predicted time. Passes of several requests (``policy.batch``) are timed whatever it says, because there are none
+            without.
+        seconds: how long it may take, about. Longer decodes tell more. Where size seems to make no difference, larger frames
+            are timed, which may take as long once more, and times that make no sense are taken again. Timing passes of
+            several requests may take as long once more, too.
     """
 
     enabled: Switch = True
@@ -306,15 +308,34 @@ class LimitsConfig(Section):
 
     Attributes:
         max_body_bytes: size of a request body.
+        max_total_body_bytes: memory that the bodies of all requests may take together, from the moment at which one announces
+            its length until its latents are decoded; more are answered 503 before they are read. At least ``max_body_bytes``.
+            None is four times that, and 1 GiB at least.
         max_output_pixels: batch x frames x height x width of the decoded picture.
         max_queued: requests that wait or run; more are answered 503, first those of the caller that has most.
         default_deadline_s: deadline of requests that name none.
     """
 
     max_body_bytes: int = Field(default=256 << 20, ge=1024)
+    max_total_body_bytes: int | None = Field(default=None, ge=1024)
     max_output_pixels: int = Field(default=512 * 1024 * 1024, ge=1)
     max_queued: int = Field(default=64, ge=1)
     default_deadline_s: float = Field(default=300.0, gt=0)
+
+    @model_validator(mode="after")
+    def _has_room_for_one_body(self) -> LimitsConfig:
+        if self.total_body_bytes() < self.max_body_bytes:
+            raise ValueError(
+                f"max_total_body_bytes ({self.max_total_body_bytes}) must be at least max_body_bytes ({self.max_body_bytes}), "
+                "or a request of that size could never be received"
+            )
+        return self
+
+    def total_body_bytes(self) -> int:
+        """``max_total_body_bytes``, with the default filled in: a queue of ordinary requests, or a few of the largest."""
+        if self.max_total_body_bytes is not None:
+            return self.max_total_body_bytes
+        return max(4 * self.max_body_bytes, 1 << 30)
 
 
 class ServiceConfig(Section):

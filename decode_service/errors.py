@@ -95,7 +95,7 @@ class UnsupportedOutputError(InvalidRequestError):
 
 
 class QueueFullError(DecodeServiceError):
-    """Too many requests wait; nothing was started for this one."""
+    """Too many requests wait, or their bodies take too much memory; nothing was started for this one."""
 
     status = 503
     type = "queue_full"

@@ -59,6 +59,18 @@ def test_a_warm_up_shape_has_four_or_five_positive_extents(shape: list[int]) -> 
         config(warmup={"shapes": [shape]})
 
 
+def test_there_is_always_room_for_one_body() -> None:
+    assert config().limits.total_body_bytes() == 1 << 30
+    assert config(limits={"max_body_bytes": 1 << 20}).limits.total_body_bytes() == 1 << 30
+    assert config(limits={"max_body_bytes": 1 << 30}).limits.total_body_bytes() == 4 << 30
+    one = {"max_body_bytes": 4096, "max_total_body_bytes": 4096}
+    assert config(limits=one).limits.total_body_bytes() == 4096
+    with pytest.raises(
+        ValidationError, match=r"max_total_body_bytes \(4095\) must be at least max_body_bytes \(4096\)"
+    ):
+        config(limits={**one, "max_total_body_bytes": 4095})
+
+
 def test_settings_cannot_be_changed_later() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         config().group.ranks = 3  # type: ignore[misc]

@@ -252,7 +252,8 @@ def key_of(task: RankTask, latents: WireTensor) -> Hashable:
     given = None if conditioning is None else (conditioning.timestep, conditioning.noise_scale)
     # Pixels are the same with other chunks, but every reply shows the plan that was asked for.
     wishes = (task.plan.chunk, task.plan.collect)
-    return (task.plan.latent_shape, latents.dtype, task.denormalize, task.pixels, given, wishes)
+    how = (task.precision, task.eager, task.measure)
+    return (task.plan.latent_shape, latents.dtype, task.denormalize, task.pixels, given, wishes, how)
 
 
 def _wire(array: np.ndarray, dtype: str) -> WireTensor:

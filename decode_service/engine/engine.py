@@ -145,6 +145,10 @@ class DecodeEngine:
     def max_body_bytes(self) -> int:
         return self._config.limits.max_body_bytes
 
+    @property
+    def max_total_body_bytes(self) -> int:
+        return self._config.limits.total_body_bytes()
+
     def readiness(self) -> Readiness:
         return Readiness(self._status.state == "ready", self._status.state, tuple(self._status.warnings))
 
@@ -168,7 +172,10 @@ class DecodeEngine:
             "memory_budget_bytes": self._plans.policy.memory_budget_bytes,
             "group": {"ranks": self._group.size, "device": config.group.device},
             "policy": config.policy.model_dump(mode="json"),
-            "limits": config.limits.model_dump(mode="json"),
+            "limits": {
+                **config.limits.model_dump(mode="json"),
+                "max_total_body_bytes": config.limits.total_body_bytes(),
+            },
             # The ranks know whether their decoder can be compiled at all.
             "compile": self._compiled.describe(self._description["compile"]["reason"], cold=self._startup.cold),
             "self_test": dict(self._startup.self_test),
@@ -236,17 +243,22 @@ class DecodeEngine:
             arrangement=arrangement,
             conditioning=conditioning,
         )
-        run = await self._run_to_the_end(
-            task,
-            job.latents,
-            deadline=begun + wished_s,
-            may_change_plan=not (strict and forced),
-            caller=job.caller,
-            replan=self._plans.replan(plan, **wishes),
-            # A caller that forces a mode wants the same bytes every time. An operator that forces direct and allows passes of
-            # several (which are off by default) wants both.
-            joins=job.mode == "auto",
-        )
+        try:
+            run = await self._run_to_the_end(
+                task,
+                job.latents,
+                deadline=begun + wished_s,
+                may_change_plan=not (strict and forced),
+                caller=job.caller,
+                replan=self._plans.replan(plan, **wishes),
+                # A caller that forces a mode wants the same bytes every time. An operator that forces direct and allows passes
+                # of several (which are off by default) wants both.
+                joins=job.mode == "auto",
+            )
+        except DecodeServiceError as error:
+            # Its traceback leads to the latents, by way of frames that know the error: a cycle, which keeps their memory until
+            # somebody looks for cycles.
+            raise error.with_traceback(None) from None
         self._predictions.observe(self.spec, run, pixel_bytes=wishes["pixel_bytes"])
         predicted = {} if run.plan.predicted_ms is None else {"predicted": run.plan.predicted_ms}
         timings = {**run.timings_ms, **predicted, "total": (time.monotonic() - begun) * 1e3}
@@ -327,8 +339,10 @@ class DecodeEngine:
                     alone=None if not joins else task.plan if replan is None else replan(full(self._group.size)),
                 )
             except RankError as raised:
-                error = raised
-            except _TogetherFailedError:
+                # Without the frames that hold the failed attempt, which know the error by themselves: a cycle.
+                error = raised.with_traceback(None)
+            except _TogetherFailedError as raised:
+                raised.with_traceback(None)
                 failed_together = True
                 await self._recovery.done(deadline)
                 continue
@@ -417,7 +431,7 @@ class DecodeEngine:
                 parts = await self._group.run(joined[0], joined[1], ranks)
         except RankError as error:
             self._recovery.ask(error, False)
-            failed = error
+            failed = error.with_traceback(None)
         except DecodeServiceError:
             raise
         except Exception as error:

@@ -14,12 +14,12 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from decode_service.engine.runs import Run
-from decode_service.errors import DecodeServiceError
-from decode_service.planning.cost import Calibration, Timed, calibrated
+from decode_service.errors import DecodeServiceError, InvalidRequestError, OutOfMemoryError
+from decode_service.planning.cost import Calibration, IndistinctTimesError, Timed, calibrated, doubtful, told_apart
 from decode_service.planning.planner import amount_of
 from decode_service.planning.spec import ModelSpec
 
@@ -40,7 +40,11 @@ WINDOW = 256
 
 _REPEATS = 2
 _LARGEST_SCALE = 8
+#: Where kernels take no time of which one could tell, on a GPU say, frames must be larger.
+_LARGEST_SCALE_APART = 64
 _LONGEST_PASS = 4
+#: How often times that make no sense are taken again.
+_RETRIES = 3
 
 TimedDecode = Callable[[tuple[int, ...], str], Awaitable[Run]]
 
@@ -77,6 +81,71 @@ class _Mode:
         }
 
 
+class _Repeated:
+    """One decode that is repeated. The fastest counts: whatever else a machine does can only make it slower.
+
+    Attributes:
+        shape, mode: of the decode.
+        fastest: so far, or None where there was none.
+    """
+
+    def __init__(self, spec: ModelSpec, decode: TimedDecode, shape: tuple[int, ...], mode: str) -> None:
+        self._spec = spec
+        self._decode = decode
+        self.shape = shape
+        self.mode = mode
+        self.fastest: Timed | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of the fastest so far; infinite where there was none."""
+        return math.inf if self.fastest is None else self.fastest.seconds
+
+    async def once(self) -> float:
+        """Decode once more; how long that took, in seconds."""
+        run = await self._decode(self.shape, self.mode)
+        seconds = max(run.timings_ms["decode"], 1e-3) / 1e3
+        if seconds < self.seconds:
+            done = amount_of(self._spec, run.plan)
+            assert done is not None
+            stages = ("prepare", "collect", "to_host")
+            fixed = max(sum(part.timings_ms.get(stage, 0.0) for stage in stages) for part in run.parts) / 1e3
+            self.fastest = Timed(self.mode, self.shape, done, seconds, min(fixed, seconds))
+        return seconds
+
+    def enlarged(self, scale: int, mode: str | None = None) -> _Repeated:
+        """One of ``scale`` times the rows and columns, in the same mode or another."""
+        shape = (*self.shape[:-2], self.shape[-2] * scale, self.shape[-1] * scale)
+        return _Repeated(self._spec, self._decode, shape, mode or self.mode)
+
+
+async def _in_turn(decodes: Sequence[_Repeated], within_s: float) -> None:
+    """Repeat each of ``decodes`` a few times, after one that warms up, for about ``within_s`` each.
+
+    In turn: other processes take the machine for a while and then leave it, and all that is compared should meet both.
+    """
+    spent = [await each.once() if math.isinf(each.seconds) else 0.0 for each in decodes]
+    for _ in range(_REPEATS):
+        for index, each in enumerate(decodes):
+            if spent[index] + each.seconds / 2 < within_s:
+                spent[index] += await each.once()
+
+
+async def _settled(decodes: Sequence[_Repeated], within_s: float) -> None:
+    """Repeat those of ``decodes`` whose times are ``doubtful``, until none is or that seems not to help."""
+    for _ in range(_RETRIES):
+        doubted = doubtful(_fastest(decodes))
+        again = [each for each in decodes if each.fastest in doubted]
+        if not again:
+            break
+        # At least once more, however long it takes.
+        await _in_turn(again, max(within_s, *(each.seconds for each in again)))
+
+
+def _fastest(decodes: Sequence[_Repeated]) -> list[Timed]:
+    return [each.fastest for each in decodes if each.fastest is not None]
+
+
 class Predictions:
     """The calibration of one group, and how well it predicts."""
 
@@ -97,9 +166,10 @@ class Predictions:
     async def calibrate(
         self, spec: ModelSpec, ranks: int, decode: TimedDecode, *, chunk: int, seconds: float, max_pixels: int
     ) -> None:
-        """Time decodes of two sizes, undivided and shared along every axis, for about ``seconds``.
+        """Time decodes of two sizes, undivided and shared along every axis, in turn, for about ``seconds``.
 
-        Where that fails, ``problem`` says why, and there is no calibration.
+        The larger ones are enlarged, which may take as long once more, until they take longer than the small ones by more
+        than chance. Where they never do, or where a decode fails, ``problem`` says so, and there is no calibration.
 
         Args:
             decode: decodes random latents of a shape in a mode, in passes of ``chunk`` latent frames.
@@ -108,47 +178,60 @@ class Predictions:
         if spec.work is None:
             self.problem = "the model's work could not be counted"
             return
-        self._decodes = []
         shared = [f"spatial_shard_{axis}" for axis in spec.exact_axes] if ranks > 1 else []
         modes = ["tile"] if spec.tile_only else ["direct", *shared]
         try:
-            small, scale = sizes(spec, ranks, chunk)
+            shape, most = sizes(spec, ranks, chunk)
             # Every mode is timed at two sizes.
-            each = seconds / (2 * len(modes))
-            taken = [await self._time(spec, decode, small, mode, each) for mode in modes]
+            each_s = seconds / (2 * len(modes))
+            small = [_Repeated(spec, decode, shape, mode) for mode in modes]
+            await _in_turn(small, each_s)
             # As large as its part of the time allows, twice the sides at least.
-            pixels = math.prod(spec.output_extents(small))
-            area = min(each / (_REPEATS + 1) / max(taken), float(scale**2))
-            scale = min(max(2, math.isqrt(int(area))), scale, math.isqrt(max_pixels // pixels))
+            area = min(each_s / (_REPEATS + 1) / max(one.seconds for one in small), float(most**2))
+            possible = math.isqrt(max_pixels // math.prod(spec.output_extents(shape)))
+            scale = min(max(2, math.isqrt(int(area))), most, possible)
+            large: list[_Repeated] = []
             if scale > 1:
-                large = (*small[:-2], small[-2] * scale, small[-1] * scale)
-                for mode in modes:
-                    await self._time(spec, decode, large, mode, each)
+                alone = await self._enlarged(small[0], scale, min(_LARGEST_SCALE_APART, possible), each_s, seconds)
+                large = [alone, *(alone.enlarged(1, mode) for mode in modes[1:])]
+                await _in_turn([*small, *large], each_s)
+            await _settled([*small, *large], each_s)
+            self._decodes = _fastest([*small, *large])
             self._constants = calibrated(self._decodes)
-        except DecodeServiceError as error:
-            self.problem = f"the decodes that were to be timed failed: {error}"
+        except (DecodeServiceError, IndistinctTimesError) as error:
+            failed = "the decodes that were to be timed failed: " if isinstance(error, DecodeServiceError) else ""
+            self.problem = f"{failed}{error}"
             logger.warning("%s predicts no times, and plans by fixed rules: %s", spec.name, self.problem)
         else:
             self.problem = ""
             logger.info("calibrated %s: %s", spec.name, self._constants.public())
 
-    async def _time(
-        self, spec: ModelSpec, decode: TimedDecode, shape: tuple[int, ...], mode: str, within_s: float
-    ) -> float:
-        """Seconds of the fastest of a few decodes, after one that warms up; of that one where it took ``within_s``."""
-        runs = [await decode(shape, mode)]
-        spent = first = runs[0].timings_ms["decode"] / 1e3
-        while len(runs) <= _REPEATS and spent + first / 2 < within_s:
-            runs.append(await decode(shape, mode))
-            spent += runs[-1].timings_ms["decode"] / 1e3
-        run = min(runs, key=lambda run: run.timings_ms["decode"])
-        done = amount_of(spec, run.plan)
-        assert done is not None
-        seconds = max(run.timings_ms["decode"], 1e-3) / 1e3
-        stages = ("prepare", "collect", "to_host")
-        fixed = max(sum(part.timings_ms.get(stage, 0.0) for stage in stages) for part in run.parts) / 1e3
-        self._decodes.append(Timed(mode, shape, done, seconds, min(fixed, seconds)))
-        return seconds
+    async def _enlarged(self, small: _Repeated, scale: int, most: int, within_s: float, growing_s: float) -> _Repeated:
+        """A decode of ``scale`` times the sides of ``small``, or of up to ``most`` times where that takes hardly longer.
+
+        On a GPU a frame of many times the pixels takes as long as a small one while kernels are launched more slowly than
+        they run, and tells of arithmetic only once it is larger.
+
+        Args:
+            within_s: for one size, about.
+            growing_s: for all sizes beyond ``scale``.
+        """
+        large = small.enlarged(scale)
+        await _in_turn([small, large], within_s)
+        while not told_apart(small.seconds, large.seconds) and scale * 2 <= most:
+            # Of four times the pixels, all of them arithmetic; twice.
+            growing_s -= 8 * large.seconds
+            if growing_s < 0:
+                break
+            scale *= 2
+            larger = small.enlarged(scale)
+            try:
+                await _in_turn([small, larger], within_s)
+            except (InvalidRequestError, OutOfMemoryError) as error:
+                logger.info("latents %s are not timed: %s", list(larger.shape), error)
+                break
+            large = larger
+        return large
 
     def settle(self) -> None:
         """Take what is known now for the usual."""

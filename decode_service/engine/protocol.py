@@ -339,6 +339,11 @@ class DecodeService(Protocol):
     @property
     def max_body_bytes(self) -> int: ...
 
+    @property
+    def max_total_body_bytes(self) -> int:
+        """Of all bodies that are received, wait or are decoded; at least ``max_body_bytes``."""
+        ...
+
     def plan(
         self,
         latent_shape: tuple[int, ...],

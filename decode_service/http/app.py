@@ -13,7 +13,7 @@ from decode_service import __version__
 from decode_service.engine.protocol import DecodeService
 from decode_service.errors import DecodeServiceError, NotReadyError
 from decode_service.http import openapi
-from decode_service.http.bodies import read_json, read_msgpack
+from decode_service.http.bodies import BodyMemory, read_json, read_msgpack
 from decode_service.http.callers import caller_of
 from decode_service.http.disconnect import unless_disconnected
 from decode_service.http.errors import error_response, install_error_handlers
@@ -44,6 +44,7 @@ def create_app(service: DecodeService, *, chunk_type: ChunkType = "bytes") -> Fa
     )
     install_error_handlers(app)
     app.add_middleware(RequestIdMiddleware)
+    bodies = app.state.bodies = BodyMemory(service.max_total_body_bytes)
 
     @app.post("/decode/", include_in_schema=False)
     @app.post("/decode", openapi_extra=openapi.DECODE_REQUEST, responses=openapi.DECODE_RESPONSES)
@@ -53,14 +54,17 @@ def create_app(service: DecodeService, *, chunk_type: ChunkType = "bytes") -> Fa
         request_id = request_id_of(request.scope)
         # A model that is still loading has no spec and answers so before anything is uploaded.
         model_name = service.spec.name
-        body = await read_msgpack(request, service.max_body_bytes)
+        body = await read_msgpack(request, service.max_body_bytes, bodies)
         stages.lap("recv")
         job, output = await parse_decode(body, service, request_id, stages)
         # Only the job keeps the body alive from here on.
         del body
         job = replace(job, caller=caller_of(request))
         stages.lap("parse")
-        outcome = await unless_disconnected(request, service.decode(job))
+        work = service.decode(job)
+        # And from here on only the decode.
+        del job
+        outcome = await unless_disconnected(request, work)
         stages.add(outcome.timings_ms)
         stages.restart()
         if output.format == "tensor":

@@ -34,6 +34,9 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+        # A failure holds this frame by its traceback, and the task holds the failure: with the latents, for as long as nobody
+        # collects cycles.
+        del task, gone
 
 
 async def _disconnected(request: Request) -> None:

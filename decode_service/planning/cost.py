@@ -28,7 +28,19 @@ from decode_service.planning.temporal import (
 if TYPE_CHECKING:
     from decode_service.planning.spec import ModelSpec
 
+#: A decode that has more to do must take so many times as long as one with less, lest the times tell nothing of arithmetic.
+#: The fastest of several decodes may still be off by a tenth where other processes are busy. The difference of t and 1.5 t is
+#: then off by at most (1 + 1.5) / 10 t, half of itself.
+APART = 1.5
+
+#: By how much one operation of a large decode may take longer than one of a small decode.
+UNEVEN = 2.0
+
 _SWEEPS = 5000
+
+
+class IndistinctTimesError(ValueError):
+    """The times do not tell what arithmetic takes: a decode that has much more to do took hardly longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,15 +230,49 @@ def amount(
     return Amount(passes_, flops_, exchanges, nbytes, banded)
 
 
+def told_apart(less_s: float, more_s: float) -> bool:
+    """Whether the times of a decode and of one that has more to do tell what the difference takes; see ``APART``."""
+    return more_s >= APART * less_s
+
+
+def doubtful(decodes: Sequence[Timed]) -> list[Timed]:
+    """Those of ``decodes`` whose times can hardly be right beside the others', and should be taken again.
+
+    An operation takes no longer in a decode that has more of them, among which fixed costs are divided, nor on one rank than in
+    a band; twice as long at most, where the larger one fits no cache. And sizes must be ``told_apart``.
+    """
+    found = [
+        timed
+        for timed in decodes
+        if any(
+            other.amount.flops <= timed.amount.flops
+            and (other.amount.banded or not timed.amount.banded)
+            and timed.seconds / timed.amount.flops > UNEVEN * other.seconds / other.amount.flops
+            for other in decodes
+        )
+    ]
+    smallest, largest = _ends([timed for timed in decodes if not timed.amount.banded])
+    if smallest.amount.flops < largest.amount.flops and not told_apart(smallest.seconds, largest.seconds):
+        found += [timed for timed in (smallest, largest) if timed not in found]
+    return found
+
+
 def calibrated(decodes: Sequence[Timed]) -> Calibration:
     """The constants that explain ``decodes`` best.
 
-    Those of one rank come from decodes of whole frames (or of single tiles), of which there must be one at least and should be two sizes. What
-    shared ones take beyond that goes to exchanges, bytes and slower arithmetic. All are least squares of relative
-    errors, none below zero.
+    Those of one rank come from decodes of whole frames (or of single tiles), of which there must be one at least and should
+    be two sizes. What shared ones take beyond that goes to exchanges, bytes and slower arithmetic, so a band's operation never
+    takes less than another. All are least squares of relative errors, none below zero.
+
+    An operation always takes some time. Where there is one size, all of its time is the arithmetic's. Where there are several,
+    at least what the largest took beyond the smallest is: as if the smallest had been nothing but fixed costs. As they are
+    ``told_apart``, that is a third of the largest's time or more, and so ``flop_s`` is known within a factor of three, whatever
+    was interrupted. For exchanges there is no such bound, and none is needed: where they seem to cost nothing, frames are
+    shared, which corrects the mode's factor.
 
     Raises:
         ValueError: without a decode of a whole frame, or with one that took no time.
+        IndistinctTimesError: the times of two sizes are too alike.
     """
     alone = [timed for timed in decodes if not timed.amount.banded]
     shared = [timed for timed in decodes if timed.amount.banded]
@@ -234,12 +280,24 @@ def calibrated(decodes: Sequence[Timed]) -> Calibration:
         raise ValueError("calibrating needs a decode of a whole frame")
     if min(timed.seconds for timed in decodes) <= 0:
         raise ValueError("every decode takes some time")
+    smallest, largest = _ends(alone)
+    least_flop_s = 0.0
+    if largest.amount.flops > smallest.amount.flops:
+        if not told_apart(smallest.seconds, largest.seconds):
+            raise IndistinctTimesError(
+                f"latents {list(largest.latent_shape)} took {largest.seconds * 1e3:.2f} ms, and {list(smallest.latent_shape)}, "
+                f"with {largest.amount.flops / smallest.amount.flops:.3g} times less to do, {smallest.seconds * 1e3:.2f} ms: "
+                "too alike to tell what arithmetic takes"
+            )
+        least_flop_s = (largest.seconds - smallest.seconds) / largest.amount.flops
     fixed_s = min(timed.fixed_s for timed in alone)
     flop_s, pass_s = _non_negative_least_squares(
         [(timed.amount.flops, float(timed.amount.passes)) for timed in alone],
         [timed.seconds - fixed_s for timed in alone],
         [timed.seconds for timed in alone],
     )
+    # Where large decodes are slow for their size, the fit lies between them and the small ones. Requests are large.
+    flop_s = max(flop_s, least_flop_s)
     one_rank = Calibration(fixed_s, pass_s, flop_s, flop_s)
     if not shared:
         return one_rank
@@ -249,6 +307,14 @@ def calibrated(decodes: Sequence[Timed]) -> Calibration:
         [timed.seconds for timed in shared],
     )
     return Calibration(fixed_s, pass_s, flop_s, flop_s + more_flop_s, exchange_s, byte_s)
+
+
+def _ends(decodes: Sequence[Timed]) -> tuple[Timed, Timed]:
+    """The one that has least to do, and the one that has most."""
+    return (
+        min(decodes, key=lambda timed: (timed.amount.flops, timed.seconds)),
+        min(decodes, key=lambda timed: (-timed.amount.flops, timed.seconds)),
+    )
 
 
 def _line(coefficients: Sequence[float], latent_frames: int) -> float:

@@ -8,13 +8,12 @@ import multiprocessing
 from pathlib import Path
 
 import httpx2
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import decode, models, sharding
 from benchmarks.models import MODELS
-from benchmarks.ranks import RankFailedError, RankPool, Work
+from benchmarks.ranks import Loaded, RankFailedError, Ranks
 from benchmarks.service import Transfers, plain_uvicorn, stage_s
 
 
@@ -89,6 +88,7 @@ def test_written_models_decode_to_pixels_of_the_spread_of_a_picture(tmp_path: Pa
 def test_sharding_measures_real_ranks_that_are_gone_afterwards() -> None:
     arguments = "--narrow --repeats 1 --size 32 --models autoencoder_kl --dtypes float32 --ranks 2"
     (result,) = sharding.main(arguments.split())["results"]
+    assert result["case"].endswith("32x32")
     assert (result["ranks"], result["mode"], result["bands"]) == (2, "spatial_shard_width", [2, 2])
     assert result["max_abs_difference"] <= 1e-5 < result["output_std"]
     timings = result["timings"]
@@ -99,11 +99,20 @@ def test_sharding_measures_real_ranks_that_are_gone_afterwards() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_a_rank_that_fails_says_why_and_the_others_end(tmp_path: Path) -> None:
-    work = Work(tmp_path / "nothing", "float32", "cpu", 1, np.zeros((1, 4, 2, 2), np.float32))
-    with pytest.raises(RankFailedError, match="ConfigError"), RankPool(1, work):
-        pass
+def test_a_rank_that_fails_says_why_and_all_end(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="ConfigError"):
+        Ranks(1, Loaded(tmp_path / "nothing", "float32", "cpu", 1))
     assert multiprocessing.active_children() == []
+    model = MODELS["autoencoder_kl"]
+    channels = models.write(model, tmp_path / "model", narrow=True)
+    latents = models.random_latents(model.latent_shape(channels, 32, 1)).numpy()
+    with Ranks(2, Loaded(tmp_path / "model", "float32", "cpu", 1)) as ranks:
+        plan = sharding.plans_of(ranks, latents.shape)["sharded"]
+        assert sharding.whole_picture(ranks, plan, latents).shape == (1, 3, 32, 32)
+        ranks._processes[1].kill()
+        with pytest.raises(RankFailedError, match=r"rank 1 died|closed by peer, rank 1"):
+            ranks.decode("whole")
+        assert multiprocessing.active_children() == []
 
 
 def test_plain_uvicorn_sends_what_it_should_and_ends() -> None:

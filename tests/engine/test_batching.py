@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from decode_client.wire import WireTensor, itemsize
 
 from decode_service.config import ServiceConfig
 from decode_service.decoding.families import FAMILIES
 from decode_service.decoding.rank import RankDecoder
 from decode_service.engine import batching
 from decode_service.engine.engine import DecodeEngine
-from decode_service.engine.protocol import DecodeOutcome, RankTask
-from decode_service.errors import DeadlineExceededError, GroupFailedError
-from decode_service.planning.memory import Activations, Footprint
-from decode_service.planning.plan import DecodePlan
+from decode_service.engine.local_group import LocalGroup
+from decode_service.engine.protocol import DecodeJob, DecodeOutcome, RankTask
+from decode_service.engine.runs import Run
+from decode_service.engine.scheduler import Together
+from decode_service.errors import DeadlineExceededError, GroupFailedError, QueueFullError
+from decode_service.planning.conditioning import Conditioning
+from decode_service.planning.layouts import Layout
+from decode_service.planning.memory import Activations, Footprint, MemoryNeed
+from decode_service.planning.plan import DecodePlan, PixelFormat
 from decode_service.planning.planner import Policy, make_plan, together
 from tests.decoding import catalogue, tiny_models
 from tests.decoding.test_ltx_video import RESIDUAL, ltx
@@ -274,6 +283,39 @@ def test_out_of_memory_together_is_decoded_alone_from_then_on(
     run(test)
 
 
+def test_a_pass_that_failed_keeps_no_latents(kl: tuple[Path, Any], faults: Faults, whatever_is_faster: None) -> None:
+    """Of none of its requests; nobody waits for the collector of cycles."""
+    folder, vae = kl
+    held: list[weakref.ref[np.ndarray]] = []
+
+    def watched() -> DecodeJob:
+        array = stills(vae, 1)[0]
+        held.append(weakref.ref(array))
+        return DecodeJob(WireTensor("float32", array.shape, array.reshape(-1).view(np.uint8).data))
+
+    def failing(task: RankTask) -> None:
+        raise ValueError("cosmic ray")
+
+    async def test() -> None:
+        async with serving(config_of(folder), faults) as engine:
+            gc.collect()
+            gc.disable()
+            tasks = await queued(engine, faults, [lambda: engine.decode(watched())] * 4)
+            faults.on(0, failing)
+            assert [outcome.plan.together for outcome in await asyncio.gather(*tasks)] == [1] * 4
+            assert [task.plan.together for _, task in faults.tasks] == [1, 3, 1, 1, 1]
+            del tasks
+            until = time.monotonic() + 5
+            while any(each() is not None for each in held) and time.monotonic() < until:
+                await asyncio.sleep(0.005)
+            assert not any(each() is not None for each in held)
+
+    try:
+        run(test)
+    finally:
+        gc.enable()
+
+
 def test_lack_of_memory_for_what_is_joined_leaves_each_its_own_decode(
     kl: tuple[Path, Any], faults: Faults, whatever_is_faster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,6 +437,158 @@ def test_idle_ranks_take_requests_of_their_own_first(
             assert {rank for rank, task in faults.tasks if task.plan.together == 2} == {0, 1}
 
     run(test)
+
+
+# ---- who may share a pass --------------------------------------------------------------------------------------------
+
+TOGETHER = "may share a pass"
+APART = "never share a pass"
+ALONE = "a request that says so is decoded alone"
+FOLLOWS = "the same for all that one rank decodes, or follows from what is decided here"
+
+#: Whatever a request consists of. Who adds a field says whether requests that differ in it alone may share a pass, and gives a
+#: value for it that differs from that of ``BASE``.
+DECIDED: dict[type, dict[str, tuple[str, Any]]] = {
+    WireTensor: {
+        "dtype": (APART, "float16"),
+        # They may lie in another way, with frames first say: see the shape of the plan.
+        "shape": (TOGETHER, (1, 3, 16, 8, 16)),
+        "data": (TOGETHER, bytes(4 * 16 * 3 * 8 * 16)),
+    },
+    Conditioning: {"timestep": (APART, 0.5), "noise_scale": (APART, 0.5), "seed": (TOGETHER, 7)},
+    PixelFormat: {"dtype": (APART, "float32"), "range": (APART, "model")},
+    RankTask: {
+        "plan": (FOLLOWS, None),
+        "denormalize": (APART, True),
+        "pixels": (FOLLOWS, None),
+        "precision": (APART, "float32"),
+        "eager": (APART, True),
+        "measure": (APART, True),
+        "request_id": (TOGETHER, "another"),
+        # Latents are arranged before they are joined.
+        "arrangement": (TOGETHER, None),
+        # Others of its fields: see above.
+        "conditioning": (APART, None),
+        "seeds": (TOGETHER, (1, 2)),
+    },
+    DecodePlan: {
+        "latent_shape": (APART, (1, 16, 3, 16, 8)),
+        "chunk": (APART, 2),
+        "collect": (APART, "rank0"),
+        "reason": (TOGETHER, "another"),
+        "fallback": (TOGETHER, "another mode could not run"),
+        # What is known of times changes with every request.
+        "predicted_ms": (TOGETHER, 12.0),
+        "alternatives": (TOGETHER, (("spatial_shard_width", 1.0),)),
+        # It follows from the pixels, which are decided above.
+        "memory": (TOGETHER, MemoryNeed(*range(8))),
+        # Those of a plan for one rank, of the model, of the shape, and of the precision.
+        **dict.fromkeys(("mode", "ranks", "axis", "bands", "tiles", "owners", "exact", "together"), (FOLLOWS, None)),
+        **dict.fromkeys(("tested", "output_frames", "output_height", "output_width"), (FOLLOWS, None)),
+        **dict.fromkeys(("dtype", "dtype_reason"), (FOLLOWS, None)),
+    },
+    DecodeJob: {
+        # Of another shape; their dtype and values: see above.
+        "latents": (APART, WireTensor("float32", (1, 16, 3, 16, 8), bytes(4 * 16 * 3 * 16 * 8))),
+        # The same latents, frames first.
+        "layout": (TOGETHER, Layout("BTCHW")),
+        "denormalize": (APART, True),
+        "timestep": (APART, 0.5),
+        "noise_scale": (APART, 0.5),
+        "seed": (TOGETHER, 7),
+        # Who forces a mode wants the same bytes every time.
+        "mode": (ALONE, "direct"),
+        # It says what becomes of a forced mode that cannot run.
+        "strict": (TOGETHER, True),
+        "collect": (APART, "rank0"),
+        "chunk": (APART, 2),
+        "pixels": (APART, FLOAT),
+        "deadline_s": (TOGETHER, 60.0),
+        "request_id": (TOGETHER, "another"),
+        "caller": (TOGETHER, "another"),
+    },
+}
+
+#: With timestep conditioning, so that every wish can be made.
+CONDITIONED = replace(WAN, default_timestep=0.05)
+
+
+def stating(shape: tuple[int, ...] = (1, 16, 3, 8, 16), **wishes: Any) -> DecodeJob:
+    latents = WireTensor("float32", shape, np.ones(shape, np.float32).tobytes())
+    return DecodeJob(**{"latents": latents, **wishes})
+
+
+async def told_to_the_scheduler(job: DecodeJob) -> Together[Run] | None:
+    """How the engine says that ``job`` may be decoded with others; None where it may not. No rank is started."""
+    config = ServiceConfig.model_validate(
+        {"model": {"name": "wan", "source": "nowhere"}, "policy": {"batch": {"max_items": 4}}}
+    )
+    engine = DecodeEngine(LocalGroup(config), config)
+    engine._plans.loaded(CONDITIONED, None)
+    engine._status.state, engine._batching.max_pixels = "ready", 1 << 30
+    told: dict[str, Any] = {}
+
+    async def schedule(work: Any, **how: Any) -> Any:
+        told.update(how)
+        raise QueueFullError("that is all that was to be known")
+
+    engine._scheduler.run = schedule  # type: ignore[method-assign]
+    with suppress(QueueFullError):
+        await engine.decode(job)
+    how: Together[Run] | None = told["together"]
+    return how
+
+
+def base() -> tuple[RankTask, WireTensor]:
+    """What a plain request makes of itself."""
+    how = asyncio.run(told_to_the_scheduler(stating()))
+    assert how is not None
+    task, latents = how.member.decided(), how.member.latents
+    assert how.key == batching.key_of(task, latents)
+    assert task.conditioning is not None and task.arrangement is not None
+    return task, latents
+
+
+def changed(kind: type, name: str, value: Any) -> Hashable:
+    """The key of ``base``, with another ``name`` of its ``kind``."""
+    task, latents = base()
+    if kind is WireTensor:
+        # Of the right size, whatever it says.
+        values = {"dtype": latents.dtype, "shape": latents.shape, name: value}
+        count = math.prod(values["shape"]) * itemsize(values["dtype"])
+        return batching.key_of(task, WireTensor(**{"data": bytes(count), **values}))
+    if kind is RankTask:
+        return batching.key_of(replace(task, **{name: value}), latents)
+    part = {Conditioning: "conditioning", PixelFormat: "pixels", DecodePlan: "plan"}[kind]
+    return batching.key_of(replace(task, **{part: replace(getattr(task, part), **{name: value})}), latents)
+
+
+FIELDS = [(kind, field.name) for kind in DECIDED for field in fields(kind)]
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=[f"{kind.__name__}.{name}" for kind, name in FIELDS])
+def test_of_every_field_somebody_decided_whether_requests_that_differ_in_it_share_a_pass(kind: type, name: str) -> None:
+    assert name in DECIDED[kind], (
+        f"{kind.__name__}.{name} is new: may requests that differ in it alone share a pass? Decide it in `DECIDED`, and "
+        "where they may not, put it into `batching.key_of`"
+    )
+    decision, value = DECIDED[kind][name]
+    if decision == FOLLOWS:
+        return
+    ours = batching.key_of(*base())
+    if kind is DecodeJob:
+        shape = (1, 3, 16, 8, 16) if name == "layout" else (1, 16, 3, 8, 16)
+        how = asyncio.run(told_to_the_scheduler(stating(shape, **{name: value})))
+        assert (how is None) == (decision == ALONE)
+        theirs = None if how is None else how.key
+    else:
+        theirs = changed(kind, name, value)
+    assert (theirs == ours) == (decision == TOGETHER)
+
+
+def test_nothing_is_decided_of_fields_that_are_gone() -> None:
+    for kind, decided in DECIDED.items():
+        assert set(decided) <= {field.name for field in fields(kind)}, kind
 
 
 # ---- passes of every family ------------------------------------------------------------------------------------------

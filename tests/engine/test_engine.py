@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from decode_service.errors import (
 )
 from decode_service.planning.plan import PixelFormat
 
-from .conftest import Faults, TinyWan, held_until, job, run, serving, within
+from .conftest import FLOAT, Faults, TinyWan, held_until, job, not_a_number, run, serving, within
 
 # ---- decoding ------------------------------------------------------------------------------------------------------
 
@@ -220,6 +222,76 @@ def test_a_flood_of_one_caller_keeps_another_waiting_for_one_turn(tiny_wan: Tiny
             assert len(refused) == 1 and "gave way to another caller's" in refused[0] and "8 of its 8" in refused[0]
 
     run(test)
+
+
+def test_latents_are_let_go_with_their_request_however_it_ends(tiny_wan: TinyWan, faults: Faults) -> None:
+    """They are views into the bodies of requests, whose memory is bounded. Nobody waits for the collector of cycles."""
+    held: list[weakref.ref[np.ndarray]] = []
+
+    def watched(**wishes: Any) -> DecodeJob:
+        array = tiny_wan.latents(2, 4, 4)
+        held.append(weakref.ref(array))
+        return DecodeJob(
+            WireTensor("float32", array.shape, array.reshape(-1).view(np.uint8).data), pixels=FLOAT, **wishes
+        )
+
+    def failing(task: RankTask) -> None:
+        # A new one each time: who keeps an exception keeps the frames that it went through.
+        raise ValueError("cosmic ray")
+
+    def lacking_memory(task: RankTask) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async def kept(count: int) -> bool:
+        """Whether so many are held, as soon as the threads that last did something with them are idle again."""
+        until = time.monotonic() + 5
+        while (now := sum(each() is not None for each in held)) != count and time.monotonic() < until:
+            await asyncio.sleep(0.005)
+        return now == count
+
+    async def ended(engine: DecodeEngine, **wishes: Any) -> str:
+        try:
+            await engine.decode(watched(**wishes))
+        except Exception as error:
+            return type(error).__name__
+        return "decoded"
+
+    async def test() -> None:
+        config = tiny_wan.config(group={"ranks": 1}, limits={"max_queued": 2})
+        async with serving(config, faults) as engine:
+            gc.collect()
+            gc.disable()
+            assert await ended(engine) == "decoded" and await kept(0)
+            faults.on(0, *[failing] * 2)
+            assert await ended(engine) == "GroupFailedError" and await kept(0)
+            faults.on(0, *[lacking_memory] * 3)
+            assert await ended(engine, mode="direct", strict=True) == "OutOfMemoryError" and await kept(0)
+            faults.pending.clear()
+            faults.on(0, not_a_number)
+            assert await ended(engine) == "NonFiniteOutputError" and await kept(0)
+            # One runs for nobody, one gives way, and one leaves.
+            event = threading.Event()
+            faults.on(0, lambda task: within(30, event))
+            running = asyncio.create_task(ended(engine, caller="flood"))
+            while not engine.describe()["queue"]["running"]:
+                await asyncio.sleep(0.005)
+            waiting = asyncio.create_task(ended(engine, caller="flood"))
+            while not engine.describe()["queue"]["waiting"]:
+                await asyncio.sleep(0.005)
+            single = asyncio.create_task(ended(engine, caller="single"))
+            assert await waiting == "QueueFullError" and await kept(2)
+            single.cancel()
+            running.cancel()
+            await asyncio.wait([single, running])
+            del single, running
+            assert await kept(1), "ranks are not interrupted"
+            event.set()
+            assert await kept(0)
+
+    try:
+        run(test)
+    finally:
+        gc.enable()
 
 
 def test_absurd_extents_are_refused_before_they_are_planned(tiny_wan: TinyWan) -> None:

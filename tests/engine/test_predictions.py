@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +15,11 @@ from decode_service.config import ServiceConfig
 from decode_service.engine.predictions import LARGEST_RATIO, Predictions, sizes
 from decode_service.engine.protocol import RankPixels
 from decode_service.engine.runs import Run
+from decode_service.errors import UnsupportedModeError
 from decode_service.planning.compiled_shapes import BucketMeasurement
+from decode_service.planning.cost import Calibration
 from decode_service.planning.plan import DecodePlan
-from decode_service.planning.planner import Policy, make_plan
+from decode_service.planning.planner import Policy, amount_of, make_plan
 from tests.planning.test_cost import FAST, WAN
 
 from .conftest import Faults, TinyWan, job, raising, run, serving
@@ -117,6 +121,159 @@ def test_an_observer_is_told_of_requests_and_cannot_fail_them(
 
     run(test)
     assert "the exporter is gone" in caplog.text
+
+
+# ---- what is timed, without a clock --------------------------------------------------------------------------------
+
+
+class Machine:
+    """Two ranks that take as long as ``true`` says, times ``slower`` of the number of the decode.
+
+    Attributes:
+        decodes: shape, mode and seconds of each.
+    """
+
+    def __init__(self, true: Calibration, slower: Callable[[int], float] = lambda _: 1.0) -> None:
+        self.true = true
+        self.slower = slower
+        self.decodes: list[tuple[tuple[int, ...], str, float]] = []
+
+    async def decode(self, shape: tuple[int, ...], mode: str) -> Run:
+        plan = make_plan(WAN, shape, group_size=2, policy=Policy(chunk=1), mode=mode, strict=True)
+        done = amount_of(WAN, plan)
+        assert done is not None
+        seconds = self.true.seconds(done, mode) * self.slower(len(self.decodes))
+        self.decodes.append((shape, mode, seconds))
+        fixed = {"to_host": self.true.fixed_s * 1e3}
+        return Run(plan, [RankPixels(None, True, "", fixed, False)], {"decode": seconds * 1e3})
+
+    def calibrated(self, *, seconds: float = 3.0, max_pixels: int = 1 << 29) -> Predictions:
+        predictions = Predictions()
+        asyncio.run(
+            predictions.calibrate(WAN, 2, self.decode, chunk=1, seconds=seconds, max_pixels=max_pixels),
+        )
+        return predictions
+
+
+#: Two latent frames of 4 x 8 cells take 20 ms, the half of them that is a band 25 ms.
+CORE = Calibration(fixed_s=1e-3, pass_s=5e-3, flop_s=1e-13, band_flop_s=1.2e-13, exchange_s=1e-4, byte_s=1e-9)
+#: Of such ranks no decode is repeated, but for a reason.
+SLOW = replace(CORE, pass_s=0.5, flop_s=1e-11, band_flop_s=1.2e-11)
+
+
+def constants(predictions: Predictions) -> Calibration:
+    assert predictions.calibration is not None and not predictions.problem
+    return predictions.calibration
+
+
+def test_a_quiet_machine_is_known_exactly() -> None:
+    for true in (FAST, CORE):
+        found = constants(Machine(true).calibrated())
+        for name in ("fixed_s", "pass_s", "flop_s", "band_flop_s", "exchange_s", "byte_s"):
+            assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.05), name
+
+
+def test_small_decodes_that_are_slowed_do_not_make_arithmetic_free() -> None:
+    """Something else runs until the large decodes begin, when a small one has taken as long as a large one will.
+
+    Timed size by size, both would have taken the same time.
+    """
+    quiet = Machine(CORE)
+    quiet.calibrated()
+    first_large = next(index for index, each in enumerate(quiet.decodes) if each[0][-1] > 8)
+    ratio = quiet.decodes[first_large][2] / quiet.decodes[0][2]
+    machine = Machine(CORE, lambda index: ratio if index < 9 else 1.0)
+    found = constants(machine.calibrated())
+    for name in ("flop_s", "pass_s", "band_flop_s", "exchange_s"):
+        assert getattr(found, name) == pytest.approx(getattr(CORE, name), rel=0.05), name
+
+
+def busy(seed: int) -> Callable[[int], float]:
+    """Others take the machine for stretches of one to ten decodes, half of the time, and slow each decode up to ten times."""
+    draw = np.random.default_rng(seed)
+    slower: list[float] = []
+    while len(slower) < 200:
+        length = int(draw.integers(1, 11))
+        slower += draw.uniform(1, 10, length).tolist() if draw.random() < 0.5 else [1.0] * length
+    return slower.__getitem__
+
+
+@pytest.mark.parametrize(("true", "share"), [(CORE, 0.85), (SLOW, 0.7)], ids=["fast", "slow"])
+def test_a_busy_machine_is_mostly_known_within_a_factor_of_two(true: Calibration, share: float) -> None:
+    """And never seems much faster than it is: arithmetic that takes next to no time gives nonsense for every size."""
+    known, seeds = 0, 100
+    for seed in range(seeds):
+        machine = Machine(true, busy(seed))
+        predictions = machine.calibrated()
+        assert len(machine.decodes) < 50
+        if predictions.calibration is None:
+            assert "too alike" in predictions.problem
+            continue
+        found = predictions.calibration
+        assert found.band_flop_s >= found.flop_s > true.flop_s / 2
+        assert min(found.pass_s, found.exchange_s, found.byte_s) >= 0
+        known += found.flop_s < 2 * true.flop_s
+    assert known >= share * seeds
+
+
+def test_one_decode_that_was_interrupted_is_taken_again() -> None:
+    """Also where decodes are so slow that none is repeated otherwise."""
+    quiet = Machine(SLOW)
+    quiet.calibrated()
+    assert len(quiet.decodes) == len(set(quiet.decodes)) == 6
+    # The first is a small one; there is no way to tell it from one with larger fixed costs, as long as the large one takes
+    # half as long again.
+    for interrupted in range(1, 6):
+        machine = Machine(SLOW, lambda index, interrupted=interrupted: 8.0 if index == interrupted else 1.0)  # type: ignore[misc]
+        found = constants(machine.calibrated())
+        assert found.flop_s == pytest.approx(SLOW.flop_s, rel=0.05), interrupted
+        assert found.band_flop_s == pytest.approx(SLOW.band_flop_s, rel=0.05), interrupted
+
+
+def test_frames_are_enlarged_until_arithmetic_is_seen() -> None:
+    """Where kernels are launched more slowly than they run, as on a GPU."""
+    launching = replace(FAST, pass_s=20e-3, flop_s=3e-15, band_flop_s=3e-15)
+    machine = Machine(launching)
+    found = constants(machine.calibrated())
+    assert found.flop_s == pytest.approx(3e-15, rel=0.05) and found.pass_s == pytest.approx(20e-3, rel=0.05)
+    sides = [shape[-1] // 8 for shape, _, _ in machine.decodes]
+    assert sides[-1] == max(sides) > 8
+    assert sum(seconds for _, _, seconds in machine.decodes) < 2 * 3.0
+
+
+def test_a_machine_on_which_size_makes_no_difference_is_not_calibrated(caplog: pytest.LogCaptureFixture) -> None:
+    alike = replace(FAST, flop_s=0.0, band_flop_s=0.0, byte_s=0.0)
+    machine = Machine(alike)
+    predictions = machine.calibrated()
+    assert predictions.calibration is None and "too alike to tell what arithmetic takes" in predictions.problem
+    shown = predictions.describe()["calibration"]
+    assert shown == {"calibrated": False, "reason": predictions.problem}
+    assert "plans by fixed rules" in caplog.text and len(machine.decodes) < 60
+    largest = max(shape[-1] for shape, _, _ in machine.decodes)
+    assert largest >= 32 * 8
+    # Slow ranks do not decode ever larger frames in the hope of finding out.
+    slow = Machine(replace(alike, pass_s=0.5))
+    assert slow.calibrated().calibration is None
+    assert max(shape[-1] for shape, _, _ in slow.decodes) == 2 * 8 and len(slow.decodes) < 30
+
+
+def test_no_frame_is_timed_that_may_not_be_decoded_or_does_not_fit() -> None:
+    launching = replace(FAST, pass_s=20e-3, flop_s=3e-15, band_flop_s=3e-15)
+    # Two latent frames of 4 x 8 cells: five frames of 32 x 64 pixels.
+    limited = Machine(launching)
+    assert limited.calibrated(max_pixels=5 * 32 * 64 * 15).calibration is None
+    assert max(shape[-1] for shape, _, _ in limited.decodes) == 2 * 8
+
+    class Small(Machine):
+        async def decode(self, shape: tuple[int, ...], mode: str) -> Run:
+            if shape[-1] > 4 * 8:
+                raise UnsupportedModeError("it needs more memory than there is")
+            return await super().decode(shape, mode)
+
+    small = Small(launching)
+    predictions = small.calibrated()
+    assert predictions.calibration is None and "[1, 16, 2, 16, 32] took" in predictions.problem
+    assert Small(CORE).calibrated().calibration is not None
 
 
 # ---- what is learnt, without a clock -------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class NumpyService:
 
     channels: int = 3
     max_body_bytes: int = 1 << 20
+    max_total_body_bytes: int = 1 << 26
     max_output_pixels: int = 1 << 24
     delay_s: float = 0.0
     failure: BaseException | None = None

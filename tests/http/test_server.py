@@ -116,6 +116,27 @@ class TestBodies:
         connection.close()
 
 
+class TestMemory:
+    @pytest.fixture
+    def service(self, service):
+        service.max_total_body_bytes = service.max_body_bytes
+        return service
+
+    def test_a_body_for_which_there_is_no_memory_is_refused_before_it_is_sent(self, port, service, body_of):
+        slow = send_raw(port, [f"Content-Length: {service.max_body_bytes}"], b"\x81")
+        time.sleep(0.2)
+        reply, error = receive_reply(send_raw(port, [f"Content-Length: {len(body_of())}"]))
+        assert reply.status == 503
+        assert error["error"]["type"] == "queue_full" and int(reply.headers["Retry-After"]) >= 1
+        # Whoever leaves takes his memory along.
+        slow.close()
+        until = time.monotonic() + 10
+        while (status := post(port, body_of())[0].status) == 503:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert status == 200
+
+
 def http_status(link):
     return int(link.makefile("rb").readline().split()[1])
 

@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_service.planning.cost import Amount, Calibration, Timed, Work, amount, calibrated, pass_count
+from decode_service.planning.cost import (
+    APART,
+    Amount,
+    Calibration,
+    IndistinctTimesError,
+    Timed,
+    Work,
+    amount,
+    calibrated,
+    doubtful,
+    pass_count,
+)
 from decode_service.planning.load import Load
 from decode_service.planning.memory import Activations, Footprint
 from decode_service.planning.plan import DecodePlan
@@ -271,12 +282,71 @@ class TestCalibrating:
     def test_it_is_deterministic(self) -> None:
         assert calibrated(self.decodes(FAST)) == calibrated(self.decodes(FAST))
 
-    def test_no_constant_is_negative_whatever_was_measured(self) -> None:
-        """A busy machine: the small decodes took as long as the large ones, and shared ones less than their share."""
-        decodes = [replace(timed, seconds=1.0 if timed.mode == "direct" else 0.1) for timed in self.decodes(FAST)]
-        found = calibrated(decodes)
-        assert min(found.pass_s, found.flop_s, found.exchange_s, found.byte_s) >= 0
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.floats(1, 20), min_size=6, max_size=6))
+    def test_times_that_are_disturbed_give_plausible_constants_or_none(self, disturbed: list[float]) -> None:
+        decodes = [
+            replace(timed, seconds=timed.seconds * factor)
+            for timed, factor in zip(self.decodes(FAST), disturbed, strict=True)
+        ]
+        small, large = (timed for timed in decodes if timed.mode == "direct")
+        try:
+            found = calibrated(decodes)
+        except IndistinctTimesError:
+            assert large.seconds < APART * small.seconds
+            return
+        assert large.seconds >= APART * small.seconds
+        most = large.seconds / large.amount.flops
+        assert most / 3 <= found.flop_s <= most * 1.001
         assert found.band_flop_s >= found.flop_s
+        assert min(found.pass_s, found.exchange_s, found.byte_s) >= 0
+        for mode in ("direct", "spatial_shard_height", "spatial_shard_width"):
+            # Of 16 times the pixels and more.
+            times = [
+                plan((1, 16, 2, cells, 2 * cells), mode=mode, calibration=found).predicted_ms for cells in (60, 240)
+            ]
+            assert times[0] is not None and times[1] is not None and times[1] > 5 * times[0]
+
+    def test_a_large_decode_that_took_no_longer_than_a_small_one_calibrates_nothing(self) -> None:
+        """Once this gave a machine whose arithmetic took no time at all."""
+        for seconds in (1.0, 1.49):
+            decodes = [
+                replace(timed, seconds=seconds if timed.latent_shape[-1] == 24 else 1.0) for timed in self.decodes(FAST)
+            ]
+            with pytest.raises(
+                IndistinctTimesError, match=r"\[1, 16, 2, 12, 24\] took .* ms, and \[1, 16, 2, 4, 8\], with 9.* times"
+            ):
+                calibrated(decodes)
+
+    def test_arithmetic_takes_at_least_what_a_large_decode_took_beyond_a_small_one(self) -> None:
+        """Small ones fit into caches; the fit of both would lie in between, and requests are large."""
+        small, large = Amount(passes=2, flops=1e9), Amount(passes=2, flops=1e10)
+        shape = (1, 16, 2, 4, 4)
+        found = calibrated([Timed("direct", shape, small, 0.01), Timed("direct", shape, large, 1.0)])
+        assert found.flop_s == pytest.approx(0.99e-10) and found.pass_s == 0
+
+    def test_a_time_that_can_hardly_be_right_is_doubted(self) -> None:
+        decodes = self.decodes(FAST)
+        assert doubtful(decodes) == []
+        for index, timed in enumerate(decodes):
+            slowed = replace(timed, seconds=30 * timed.seconds)
+            doubted = doubtful([*decodes[:index], slowed, *decodes[index + 1 :]])
+            assert slowed in doubted, timed
+            # A small decode that took long makes the large one of its mode look too fast.
+            assert all(
+                other.mode == timed.mode and other.latent_shape[-1] == 24 for other in doubted if other != slowed
+            )
+        # Exchanges may take as long as they will.
+        slow = [replace(timed, seconds=timed.seconds * (100 if timed.amount.banded else 1)) for timed in decodes]
+        assert doubtful(slow) == []
+
+    def test_sharing_that_seems_to_cost_nothing_costs_its_arithmetic(self) -> None:
+        """Decodes of one rank were slowed by something, those of bands were not."""
+        decodes = [
+            replace(timed, seconds=timed.seconds * (3 if timed.mode == "direct" else 1)) for timed in self.decodes(FAST)
+        ]
+        found = calibrated(decodes)
+        assert (found.exchange_s, found.byte_s) == (0, 0) and found.band_flop_s == found.flop_s
 
     def test_one_size_goes_to_what_grows_with_it(self) -> None:
         done = Amount(passes=2, flops=1e9)

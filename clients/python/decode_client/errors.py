@@ -125,7 +125,7 @@ class UnavailableError(ServerError):
 
 
 class QueueFullError(UnavailableError):
-    """503 of type ``queue_full``: too many requests wait; nothing was started for this one."""
+    """503 of type ``queue_full``: too many requests wait, or too large ones; nothing was started for this one."""
 
 
 class DeadlineExceededError(ServerError, TimeoutError):
