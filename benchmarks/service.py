@@ -7,8 +7,8 @@ turn with it, in this process and with the same number of threads, runs what it 
   (``RankDecoder``, the same plan) one after the other;
 - ``reply``: a request whose reply is large and whose decode is quick, less what its rank spent on the decode, against
   plain uvicorn that sends as many bytes;
-- ``group``: sixteen small requests at once on a group of two ranks, which decode one each, against the same requests one
-  at a time, each divided over both ranks.
+- ``group``: sixteen small requests at once on a group of two ranks, which then decode one each, against the same requests
+  one at a time, each divided over both ranks; and where several may be decoded in one pass (``policy.batch``).
 
 The client takes its share of the same cores. A machine that others use, too, is no good for this: Linux shares processor
 time out by session, and the service's processes have other sessions than this one.
@@ -55,19 +55,21 @@ PLAIN_START_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model and the group that serves it."""
+    """A model and the group that serves it, which may decode several requests in one pass."""
 
     folder: Path
     dtype_name: str
     device: torch.device
     ranks: int
     threads: int
+    together: int = 1
 
     def arguments(self) -> dict[str, Any]:
         """The application's ``args``."""
         return {
             "model": {"name": "benchmark", "source": str(self.folder), "dtype": self.dtype_name},
             "group": {"ranks": self.ranks, "device": self.device.type, "threads": self.threads},
+            "policy": {"batch": {"max_items": self.together}},
         }
 
     def config(self) -> dict[str, Any]:
@@ -343,10 +345,14 @@ def measure_reply(url: str, mebibytes: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def measure_group(url: str, latents: np.ndarray, rounds: int) -> dict[str, Any]:
-    """Sixteen at once on two ranks, one each, against one at a time on both."""
+def measure_group(url: str, latents: np.ndarray, rounds: int, together: int) -> dict[str, Any]:
+    """Sixteen at once on two ranks, as the service decides, against one at a time on both.
+
+    Args:
+        together: requests that one pass may take there.
+    """
     with DecodeClient(url, timeout=600, max_retries=0) as client:
-        crowd = Requests(client, latents, AT_ONCE, mode="direct", strict=True)
+        crowd = Requests(client, latents, AT_ONCE, mode="auto")
         row = Requests(client, latents, AT_ONCE, mode="spatial_shard_width", strict=True)
         try:
             for requests, warm in ((crowd, crowd.at_once), (row, row.one_by_one)):
@@ -359,9 +365,11 @@ def measure_group(url: str, latents: np.ndarray, rounds: int) -> dict[str, Any]:
     at_once, in_turn = timings["at_once"].median, timings["one_by_one_sharded"].median
     return {
         "part": "group",
-        "case": f"{AT_ONCE} at once on 2 ranks",
+        "case": f"{AT_ONCE} at once on 2 ranks" + (f", up to {together} in a pass" if together > 1 else ""),
         "latent_shape": list(latents.shape),
         "requests": AT_ONCE,
+        "together": together,
+        "modes": sorted(crowd.modes),
         **{name: timing.to_dict() for name, timing in timings.items()},
         "throughput_ratio": in_turn / at_once,
         "latency_ms": percentiles_ms(crowd.latencies_s),
@@ -426,9 +434,10 @@ def measure_model(name: str, dtype_name: str, options: argparse.Namespace, devic
             if device.type == "cuda" and torch.cuda.device_count() < 2:
                 out.note("group", "left out: it needs two devices")
                 return
-            served = Served(folder, dtype_name, device, 2, max(1, options.threads // 2))
-            with served.running(out, haproxy) as url:
-                add(measure_group(url, latents_of(options.small_size), max(1, options.repeats // 4)))
+            for together in dict.fromkeys((1, options.together)):
+                served = Served(folder, dtype_name, device, 2, max(1, options.threads // 2), together)
+                with served.running(out, haproxy) as url:
+                    add(measure_group(url, latents_of(options.small_size), max(1, options.repeats // 4), together))
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -449,6 +458,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument(
         "--small-size", type=report.positive, default=64, metavar="PIXELS", help="height and width of the part `group`"
+    )
+    parser.add_argument(
+        "--together", type=report.positive, default=8, metavar="N", help="requests in one pass, in the part `group`"
     )
     parser.add_argument("--reply-mib", type=report.positive, default=64, metavar="MIB", help="size of the large reply")
     parser.add_argument("--proxy", choices=("auto", "haproxy", "python"), default="auto", help="Serve's HTTP proxy")
