@@ -138,6 +138,7 @@ def _reach(kernel: CausalKernel, x_BCTHW: torch.Tensor) -> int:
 
 def last_frames(parts_BCTHW: Sequence[torch.Tensor], count: int) -> torch.Tensor:
     """A copy of the last ``count`` frames of ``parts``, which have as many."""
-    x_BCTHW = parts_BCTHW[-1][:, :, -count:]
+    length = parts_BCTHW[-1].shape[2]
+    x_BCTHW = parts_BCTHW[-1][:, :, max(0, length - count) :]
     missing = count - x_BCTHW.shape[2]
     return torch.cat([last_frames(parts_BCTHW[:-1], missing), x_BCTHW], dim=2) if missing else x_BCTHW.clone()

@@ -43,8 +43,7 @@ def pixel_rms_norm(
 
     Returns:
         ``out``, or a new tensor of the shape and dtype of ``x``, in memory channels last, or contiguous in float32 unless ``x`` is
-        channels last.
-        Nothing else holds it, so that an activation may write over it.
+        channels last. Nothing else holds that, so that an activation may write over it.
     """
     if normalized_format(x) == torch.contiguous_format:
         x = x.contiguous()

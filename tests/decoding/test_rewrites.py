@@ -117,9 +117,9 @@ def test_rewrites_leave_the_exchanges_between_ranks_as_many_as_they_are(name: st
 def test_rows_of_new_frames_alone_travel(name: str) -> None:
     vae = EXPECTED[name][0]()
     family = FAMILIES[type(vae).__name__]
-    kept, seen_again = (count(family(model, name)).halo_bytes[1] for model in (rewritten(vae), copy.deepcopy(vae)))
+    kept, sent_again = (count(family(model, name)).halo_bytes[1] for model in (rewritten(vae), copy.deepcopy(vae)))
     # Of a pass of one latent frame, which the lowest convolutions see after two and the highest, four frames, after two.
-    assert kept < 0.7 * seen_again
+    assert kept < 0.7 * sent_again
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4])

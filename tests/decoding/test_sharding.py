@@ -437,6 +437,20 @@ def test_a_norm_is_written_to_where_the_convolution_takes_it(ranks: int, flat: t
     assert torch.equal(x, given)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_kernel_of_one_frame_looks_back_at_none(ranks: int) -> None:
+    kernel = CausalKernel(CAUSAL_WEIGHT[:, :, :1], None, None, (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)
+    x = normal(1, 3, 3, 7, 9)
+
+    def passes(x: torch.Tensor) -> torch.Tensor:
+        first, before = continued_conv3d(None, x[:, :, :2], kernel)
+        assert before.shape[2] == 0
+        return torch.cat([first, continued_conv3d(before, x[:, :, 2:], kernel)[0]], 2)
+
+    actual = passes(x) if ranks == 1 else sharded(passes, x, "height", ranks)
+    assert (actual - F.conv3d(x, CAUSAL_WEIGHT[:, :, :1], padding=(0, 1, 1))).abs().max() < 1e-5
+
+
 def test_a_convolution_that_would_change_a_bands_extent_is_refused_with_frames_before_it() -> None:
     kernel = CausalKernel(CAUSAL_WEIGHT, None, None, (1, 2, 1), (0, 1, 1), (1, 1, 1), 1)
     with pytest.raises(UnshardableOperation, match="stride 2"):

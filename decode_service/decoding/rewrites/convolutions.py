@@ -15,6 +15,7 @@ from decode_service.decoding.causal_conv3d import (
     activated_conv3d,
     causal_conv3d,
     continued_conv3d,
+    front,
 )
 from decode_service.decoding.dense_convolution import dense_conv2d
 from decode_service.decoding.rewrites.site import ClassSite, Site, random_input
@@ -92,13 +93,9 @@ class CausalInput:
     groups: int
 
     def forward(self, x_BCTHW: torch.Tensor, cache_BCTHW: torch.Tensor | None = None) -> torch.Tensor:
-        before, parts = self.kernel_size[0] - 1, [x_BCTHW]
-        if before:
-            if cache_BCTHW is not None:
-                parts.insert(0, cache_BCTHW)
-                before -= cache_BCTHW.shape[2]
-            parts = [torch.zeros_like(x_BCTHW[:, :, :1])] * before + parts
-        return causal_conv3d(parts, self._kernel(x_BCTHW, self._causal_input[1]))
+        parts = [x_BCTHW] if cache_BCTHW is None or self.kernel_size[0] == 1 else [cache_BCTHW, x_BCTHW]
+        kernel = self._kernel(x_BCTHW, self._causal_input[1])
+        return causal_conv3d([*front(parts, kernel), *parts], kernel)
 
     def continued(
         self, before_BCTHW: torch.Tensor | None, x_BCTHW: torch.Tensor, norm: ChannelNorm | None = None
