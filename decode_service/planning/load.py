@@ -1,7 +1,9 @@
 """What else a group has to do when a request is about to start, and whether that makes it decode one request per rank.
 
-On an idle group one request is soonest done by all ranks together. With at least as many requests as ranks, each rank
-decodes one of its own: N ranks then do the work of N, while ranks that share a frame also wait for each other.
+On an idle group one request is soonest done by all ranks together. Of n requests, the last is done after n shared decodes where
+all ranks decode one after the other, and after one decode of a single rank where each has its own: that is no later once n is
+what sharing makes a decode faster by. With at least as many requests as ranks it always is, since ranks that share a frame also
+wait for each other.
 """
 
 from __future__ import annotations
@@ -44,15 +46,22 @@ class Load:
             outlasting=sum(other >= 2 * pixels for other in held),
         )
 
-    def one_rank_each(self, ranks: int) -> str | None:
-        """Why a group of ``ranks`` decodes the request on one of them, for people; None where all of them should."""
+    def one_rank_each(self, ranks: int, gain: float | None = None) -> str | None:
+        """Why a group of ``ranks`` decodes the request on one of them, for people; None where all of them should.
+
+        Args:
+            gain: how many times as fast all ranks together decode it as one, as far as that is predicted. None where it is
+                not: then as many times as there are ranks.
+        """
         if ranks == 1:
             return None
-        if self.waiting + self.running + 1 >= ranks:
+        requests = self.waiting + self.running + 1
+        if requests > 1 and requests >= (ranks if gain is None else min(gain, ranks)):
             others = [f"{_requests(self.waiting)} wait{'s' if self.waiting == 1 else ''}"] if self.waiting else []
             if self.running:
                 others.append(f"{_requests(self.running)} run{'s' if self.running == 1 else ''}")
-            return f"{' and '.join(others)}: one rank each"
+            why = "" if requests >= ranks else f"; sharing is predicted to make one only {gain:.1f} times as fast"
+            return f"{' and '.join(others)}: one rank each{why}"
         if self.outlasting:
             return "a larger request holds a rank: one that is idle now is sooner than all of them"
         return None

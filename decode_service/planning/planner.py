@@ -6,7 +6,7 @@ the prediction. Without a calibration it decides by rules, in this order: a tile
 divided over the ranks; a frame small enough for one rank is decoded by one; otherwise the longer axis with at least as many
 latent rows as ranks is sharded, width on ties; otherwise one rank decodes it. Tiles are taken only where no exact mode can
 run. What needs more memory than the budget, or wider operands than kernels index, cannot run. Where that divides a request
-that is not too large over all ranks, exactly, and there are as many requests as ranks (``Load``), one rank decodes it instead.
+that is not too large over all ranks, exactly, and there are as many requests as that gains (``Load``), one rank decodes it instead.
 A forced mode is never reinterpreted silently: where it cannot run, the plan falls back to tiles (to one rank where the model
 has none) and says so, and ``strict`` makes that an error.
 """
@@ -243,7 +243,9 @@ class _Planner(Demands):
         divided = idle.axis is not None and idle.collect != "broadcast"
         if not divided or idle.output_pixels > self.policy.busy_direct_max_pixels or self.problem("direct"):
             return idle
-        why = load.one_rank_each(self.size)
+        times = dict(self.predictions())
+        gain = times["direct"] / times[idle.mode] if {"direct", idle.mode} <= times.keys() else None
+        why = load.one_rank_each(self.size, gain)
         return idle if why is None else self.direct(why)
 
     def auto(self, *, advise: bool = True) -> DecodePlan:

@@ -152,6 +152,17 @@ class TestAuto:
         crowded = plan((1, 16, 3, 60, 104), load=Load(waiting=5))
         assert crowded.mode == "direct" and crowded.reason == "5 requests wait: one rank each"
 
+    def test_load_counts_against_what_sharing_is_predicted_to_gain(self) -> None:
+        """Fewer requests than ranks have one each where sharing a frame among all gains less than there are requests."""
+        factors = (("spatial_shard_height", 1.6), ("spatial_shard_width", 1.6))
+        shape, slow = (1, 16, 3, 60, 104), replace(FAST, corrections=factors)
+        idle = plan(shape, calibration=slow, policy=Policy(chunk=1))
+        gain = dict(idle.alternatives)["direct"] / (idle.predicted_ms or 0)
+        assert idle.axis is not None and 1.1 < gain < 3
+        few = plan(shape, calibration=slow, load=Load(waiting=2))
+        assert few.mode == "direct" and f"only {gain:.1f} times as fast" in few.reason
+        assert plan(shape, load=Load(waiting=2)).axis is not None, "three times as fast, and more"
+
 
 class TestChunk:
     """Any length of passes gives the same pixels, so nobody has to choose one."""

@@ -205,6 +205,40 @@ class TestLoad:
         assert Load.beside(10_000, waiting=[10] * 50, running=[]).one_rank_each(4) is None
         assert Load.beside(10, waiting=[], running=[10_000]).one_rank_each(4) is not None
 
+    @pytest.mark.parametrize(
+        ("others", "ranks", "gain", "alone"),
+        [
+            (0, 8, 1.2, False),
+            (1, 8, 2.0, True),
+            (1, 8, 2.1, False),
+            (2, 8, 2.1, True),
+            (6, 8, None, False),
+            (7, 8, None, True),
+            (7, 8, 9.5, True),
+            (5, 1, 1.0, False),
+        ],
+    )
+    def test_as_many_requests_as_sharing_gains_are_enough(
+        self, others: int, ranks: int, gain: float | None, alone: bool
+    ) -> None:
+        for load in (Load(waiting=others), Load(running=others)):
+            why = load.one_rank_each(ranks, gain)
+            assert (why is not None) is alone
+            assert not alone or ("predicted" in str(why)) is (others + 1 < ranks)
+
+    @given(waiting=st.integers(0, 20), ranks=st.integers(2, 8), gain=st.floats(1.0, 8.0))
+    def test_the_last_of_a_crowd_is_never_done_later_for_what_load_decides(
+        self, waiting: int, ranks: int, gain: float
+    ) -> None:
+        gain = min(gain, ranks)
+        requests = waiting + 1
+        # In decodes of one rank.
+        shared, alone = requests / gain, -(-requests // ranks)
+        if Load(waiting=waiting).one_rank_each(ranks, gain) is None:
+            assert shared <= alone
+        elif requests <= ranks:
+            assert alone <= shared
+
     @given(
         shape=st.tuples(st.integers(1, 3), st.just(16), st.integers(1, 9), st.integers(1, 200), st.integers(1, 200)),
         ranks=st.integers(1, 8),
