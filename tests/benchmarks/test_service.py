@@ -29,7 +29,7 @@ def test_every_part_is_measured_on_the_running_service(tmp_path: Path) -> None:
         with served.running(out, haproxy=None) as url:
             overhead = measure_overhead(url, decoder, "small", latents, concurrency=3, rounds=2)
             reply = measure_reply(url, mebibytes=1, rounds=2)
-            group = measure_group(url, latents, rounds=1)
+            group = measure_group(url, latents, rounds=1, together=served.together)
         decoder.close()
     finally:
         torch.set_num_threads(before)

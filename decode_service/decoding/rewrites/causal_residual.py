@@ -59,8 +59,10 @@ def _fits(block: Any) -> bool:
 
 def _pixel_norm(norm: Any, activation: nn.Module, x_BCTHW: torch.Tensor) -> ChannelNorm | None:
     """What ``norm`` and ``activation`` do to ``x``, where the convolution can do it with its input: in eager decodes on the CPU."""
-    plain = isinstance(norm, PixelRMSNorm) and isinstance(activation, InPlaceSiLU)
-    return ChannelNorm(norm.scale, norm.gamma.flatten()) if plain and not is_traced(x_BCTHW) else None
+    known = isinstance(norm, PixelRMSNorm) and isinstance(activation, InPlaceSiLU)
+    # Elsewhere the norm needs more memory for itself, and the operand should not be there yet.
+    here = x_BCTHW.device.type == "cpu" and not is_traced(x_BCTHW)
+    return ChannelNorm(norm.scale, norm.gamma.flatten()) if known and here else None
 
 
 def _three_passes(module: Any, generator: torch.Generator) -> torch.Tensor:
