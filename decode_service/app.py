@@ -9,7 +9,6 @@ while models still load. Replicas import neither torch nor the decoder: only the
 
 import asyncio
 import logging
-import os
 import time
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode_service.config import Section, ServiceConfig
 from decode_service.engine.engine import DecodeEngine
@@ -24,6 +24,12 @@ from decode_service.engine.ray_group import RayGroup
 from decode_service.http import create_app
 from decode_service.http.request_id import sane_request_id
 from decode_service.telemetry import RayMetrics
+
+try:
+    # What requests come by that reach the replica's own HTTP server. Serve says so nowhere else.
+    from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
+except ImportError:
+    ASGIDIReceiveProxy = None
 
 logger = logging.getLogger("decode_service.app")
 
@@ -54,7 +60,9 @@ class DecodeService:
 
     def __serve_build_asgi_app__(self) -> Any:
         """The routes; Serve calls this after the constructor."""
-        return create_app(self._engine, chunk_type=_chunk_type())
+        app = create_app(self._engine, chunk_type="memoryview")
+        app.add_middleware(PicklableReplies)
+        return app
 
     def readiness(self) -> str:
         """The engine's state, for the ``/readyz`` probe; ``ready`` where it decodes."""
@@ -201,17 +209,28 @@ def build_status(args: StatusConfig) -> serve.Application:
 # ---- the process ---------------------------------------------------------------------------------------------------
 
 
-def _chunk_type() -> Literal["bytes", "memoryview"]:
-    """What replies are streamed as.
+class PicklableReplies:
+    """ASGI middleware: to Serve's own proxy, which pickles what it gets, bodies are sent as bytes.
 
-    Under HAProxy, or with direct ingress, the HTTP server runs in the replica and takes memoryviews without a copy. The
-    default proxy pickles what it gets, and a memoryview can't be pickled.
+    An HTTP server in the replica (HAProxy mode, direct ingress) takes memoryviews without a copy, and a memoryview cannot be
+    pickled. Which of both asks is told request by request: HAProxy, too, falls back to Serve's proxy while it does not know of a
+    replica yet.
     """
-    direct = any(
-        os.environ.get(name, "0").lower() in ("1", "true")
-        for name in ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_ENABLE_DIRECT_INGRESS")
-    )
-    return "memoryview" if direct else "bytes"
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if ASGIDIReceiveProxy is not None and isinstance(receive, ASGIDIReceiveProxy):
+            await self._app(scope, receive, send)
+            return
+
+        async def send_bytes(message: Message) -> None:
+            if isinstance(message.get("body"), memoryview):
+                message = {**message, "body": bytes(message["body"])}
+            await send(message)
+
+        await self._app(scope, receive, send_bytes)
 
 
 def _log_like_serve() -> None:

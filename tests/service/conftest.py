@@ -62,6 +62,11 @@ class ServeProcess(LocalService):
             time.sleep(0.3)
         raise AssertionError(f"{path} was not {status} within {limit_s:g} s:\n{self.log_tail()}")
 
+    def variable(self, name: str) -> str:
+        """A variable of the environment that ``serve run`` was started with."""
+        variables = Path(f"/proc/{self.pid}/environ").read_text().split("\0")
+        return next(value for key, _, value in (each.partition("=") for each in variables) if key == name)
+
     def ranks(self) -> list[int]:
         """Processes of the rank actors."""
         assert self.pid
